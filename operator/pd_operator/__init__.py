@@ -1,0 +1,1 @@
+"""The operator: PDCluster objects in, pools and a router out."""

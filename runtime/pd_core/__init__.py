@@ -1,0 +1,1 @@
+"""What more than one program must agree on. Pure: imports the standard library only."""

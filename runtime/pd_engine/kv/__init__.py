@@ -1,0 +1,1 @@
+"""The KV plane: memory, frames, transports."""

@@ -1,0 +1,218 @@
+"""The values that the engine's parts hand to each other. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pd_core.failures import Failure
+
+RequestKey = tuple[int, int]
+"""(number of the router's stream, handle on it): unique within the process."""
+
+
+class Mode(Enum):
+    """What a worker does for a request."""
+
+    LOCAL = "local"  # prefill and decode here
+    EXPORT = "export"  # prefill here, hand the KV over
+    IMPORT = "import"  # reserve room, take KV over, decode here
+
+
+class Finish(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to pick tokens. `stop_token_ids` holds the model's end tokens too."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One attempt at a request as a worker sees it.
+
+    `token_ids` is the client's prompt and, when resumed, the tokens emitted so far;
+    `prompt_tokens` says where the client's prompt ends. Output indices count from there.
+    `deadline` and `grant_deadline` are on this process's monotonic clock, in seconds.
+    """
+
+    key: RequestKey
+    request_id: str
+    attempt: int
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    choices: tuple[int, ...]
+    sampling: Sampling
+    mode: Mode
+    deadline: float
+    grant_deadline: float
+    priority: int = 0
+    cache_salt: bytes = b""
+
+    @property
+    def first_index(self) -> int:
+        """Index of the next token to sample."""
+        return len(self.token_ids) - self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Sample one token from the row's last logits. `index` seeds the draw with choice."""
+
+    choice: int
+    index: int
+    sampling: Sampling
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Tokens that may not be drawn yet (min_tokens)."""
+        s = self.sampling
+        return s.stop_token_ids if self.index < s.min_tokens else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Consecutive tokens of one sequence to compute in a step.
+
+    Positions start, start+1, …; `block_table[i]` is the pool block that holds positions
+    [i*block_tokens, (i+1)*block_tokens). Covers at least start + len(token_ids).
+    """
+
+    seq_id: int
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    samples: tuple[SampleSpec, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work. `copies` are (source block, destination block), done first."""
+
+    step: int
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One drawn token with, where asked for, log-probabilities (natural log)."""
+
+    choice: int
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step drew, in the order of each row's samples."""
+
+    samples: dict[int, tuple[Sampled, ...]]  # by seq_id
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """One token of one choice, as it leaves the engine."""
+
+    choice: int
+    index: int
+    token: int
+    finish: Finish | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# ---- what the scheduler reports ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """An IMPORT request has its blocks. The KV goes to `block_ids[prefix_blocks:prompt_blocks]`."""
+
+    key: RequestKey
+    block_ids: tuple[int, ...]  # the blocks of token_ids (whole prompt), prefix first
+    prefix_blocks: int  # leading ones that hold valid KV already
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """An EXPORT request's KV for positions below `computed_tokens` is final."""
+
+    key: RequestKey
+    computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A LOCAL or EXPORT request's prompt is computed and token 0 drawn for each choice."""
+
+    key: RequestKey
+    first: tuple[TokenOut, ...]
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Later tokens of a request (index of the attempt's second token on)."""
+
+    key: RequestKey
+    tokens: tuple[TokenOut, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All choices ended; the scheduler holds nothing for the request any more."""
+
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailed:
+    """The request is over and holds nothing any more."""
+
+    key: RequestKey
+    failure: Failure
+
+
+SchedulerEvent = Granted | Advanced | Prefilled | Tokens | Finished | RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A worker's load as its heartbeat tells it. Blocks by state add up to kv_blocks."""
+
+    queued: int = 0
+    running: int = 0
+    waiting_grants: int = 0
+    pending_tokens: int = 0
+    kv_blocks: int = 0
+    kv_free: int = 0
+    kv_cached: int = 0
+    kv_active: int = 0
+    kv_granted: int = 0
+    kv_quarantined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """Prefix hashes that the pool gained and lost since it was last asked."""
+
+    gained: tuple[bytes, ...] = field(default_factory=tuple)
+    lost: tuple[bytes, ...] = field(default_factory=tuple)
