@@ -1,0 +1,85 @@
+"""`python -m pd_engine`: load, announce, serve, drain on SIGTERM."""
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+import time
+import uuid
+
+import uvloop
+
+from pd_engine import settings as flags
+from pd_engine.health import Health, HealthServer
+from pd_engine.settings import Settings
+
+log = logging.getLogger("pd_engine")
+
+# The step's thread holds the GIL in bursts; the loop, which moves KV and tokens, must not
+# wait Python's default 5 ms for it.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+async def _run(settings: Settings) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    health = Health()
+    server = HealthServer(health, settings.host, settings.health_port)
+    await server.start()
+    try:
+        return await _load_and_serve(settings, health, stop)
+    finally:
+        await server.close()
+
+
+async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Event) -> int:
+    from pd_engine.assembly import Worker, load
+
+    began = time.monotonic()
+    loading = asyncio.create_task(asyncio.to_thread(load, settings))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        log.info("stopped while loading")
+        return 0
+    worker = Worker(settings, loading.result(), str(uuid.uuid4()))
+    await worker.start(health)
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    log.info("serving role=%s load_s=%.1f", settings.role, time.monotonic() - began)
+    running = asyncio.create_task(worker.core.run())
+    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():  # the step loop never ends by itself: a bug, told by its traceback
+        running.result()
+        return 1
+    log.info("draining timeout_s=%.0f", settings.drain_timeout_s)
+    finished = await worker.core.drain(settings.drain_timeout_s)
+    await worker.stop()
+    await running
+    log.info("stopped finished=%s", finished)
+    return 0
+
+
+def main() -> None:
+    """Exit status 0 after a drain, 1 when the model or a port can't be had."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+    )
+    settings = flags.parse(sys.argv[1:])
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            status = runner.run(_run(settings))
+    except (OSError, ValueError, RuntimeError) as error:
+        # The last line is what `kubectl get` and `pdcluster status` show of a crash.
+        log.exception("the worker can't go on")
+        sys.exit(f"{type(error).__name__}: {error}")
+    logging.shutdown()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The worker tells every router that it is there, and how it fares.
+
+Routers are found by name (headless DNS, or PD_HOSTS_FILE on one machine), looked up again
+every two seconds; each gets a stream of its own that is dialled anew when it breaks.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from pd_engine.core import EngineCore
+from pd_engine.health import Health
+from pd_engine.types import PrefixChanges
+from pd_proto.v1 import engine_pb2 as pb
+from pd_proto.v1 import engine_pb2_grpc
+
+log = logging.getLogger("pd_engine.announce")
+
+_RESOLVE_S = 2.0
+_DIAL_AGAIN_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_WELCOME_DEADLINE_S = 10.0
+_MAX_PENDING_PREFIXES = 50_000
+_OPTIONS = (
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+async def resolve(name: str, port: int) -> set[str]:
+    """Addresses `ip:port` behind a name; empty when it has none (yet)."""
+    hosts_file = os.environ.get("PD_HOSTS_FILE")
+    if hosts_file:
+        try:
+            hosts = json.loads(Path(hosts_file).read_text())
+        except (OSError, ValueError) as error:
+            log.warning("hosts file %s: %s", hosts_file, error)
+            return set()
+        if name in hosts:
+            return {f"{ip}:{port}" for ip in hosts[name]}
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return set()
+    return {
+        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+        for family, _, _, _, address in found
+    }
+
+
+@dataclass(slots=True)
+class _PrefixFeed:
+    """Prefix changes that one router hasn't been told; when too many, it starts afresh."""
+
+    reset: bool = True
+    pending: deque[PrefixChanges] = field(default_factory=deque)
+    size: int = 0
+
+    def add(self, changes: PrefixChanges) -> None:
+        if self.reset:
+            return
+        self.pending.append(changes)
+        self.size += len(changes.gained) + len(changes.lost)
+        if self.size > _MAX_PENDING_PREFIXES:
+            self.reset = True
+            self.pending.clear()
+            self.size = 0
+
+    def fill(self, beat: pb.Heartbeat, everything: Callable[[], Sequence[bytes]]) -> None:
+        """A gain and a loss of one hash keep their order: the last word counts."""
+        if self.reset:
+            self.reset = False
+            beat.prefix_reset = True
+            beat.prefix_gained.extend(everything())
+            return
+        last: dict[bytes, bool] = {}
+        while self.pending:
+            changes = self.pending.popleft()
+            last.update(dict.fromkeys(changes.lost, False))
+            last.update(dict.fromkeys(changes.gained, True))
+        self.size = 0
+        beat.prefix_gained.extend(h for h, held in last.items() if held)
+        beat.prefix_lost.extend(h for h, held in last.items() if not held)
+
+
+class Announcer:
+    """Keeps one announcement stream to each router."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        health: Health,
+        hello: pb.Hello,
+        bundle: pb.TokenizerBundle,
+        routers: Sequence[str],
+    ) -> None:
+        self._core = core
+        self._health = health
+        self._hello = hello
+        self._bundle = bundle
+        self._routers = [(host, int(port)) for host, _, port in (r.rpartition(":") for r in routers)]
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._feeds: dict[str, _PrefixFeed] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await self._follow_routers()
+                await asyncio.sleep(_RESOLVE_S if self._streams else 0.2)
+        finally:
+            for task in self._streams.values():
+                task.cancel()
+            await asyncio.gather(*self._streams.values(), return_exceptions=True)
+
+    async def _follow_routers(self) -> None:
+        found: set[str] = set()
+        for host, port in self._routers:
+            found |= await resolve(host, port)
+        for address in found - self._streams.keys():
+            self._feeds[address] = _PrefixFeed()
+            self._streams[address] = asyncio.create_task(self._keep_announced(address))
+        # A router whose name went away but whose stream lives still drains: its stream ends
+        # by itself. One that cannot be reached and has no name any more is forgotten.
+        for address in list(self._streams.keys() - found):
+            if self._streams[address].done():
+                del self._streams[address]
+                del self._feeds[address]
+
+    async def _keep_announced(self, address: str) -> None:
+        failures = 0
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+                    await self._announce(address, channel)
+                failures = 0
+            except (grpc.RpcError, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+                if failures == 0:
+                    log.info("router=%s announcement ended: %s", address, reason)
+                failures += 1
+            if failures > 3 and not await self._still_named(address):
+                return
+            await asyncio.sleep(_DIAL_AGAIN_S[min(failures, len(_DIAL_AGAIN_S) - 1)])
+
+    async def _still_named(self, address: str) -> bool:
+        for host, port in self._routers:
+            if address in await resolve(host, port):
+                return True
+        return False
+
+    async def _announce(self, address: str, channel: grpc.aio.Channel) -> None:
+        call = engine_pb2_grpc.ControlStub(channel).Announce()
+        await call.write(pb.WorkerReport(hello=self._hello))
+        async with asyncio.timeout(_WELCOME_DEADLINE_S):
+            notice = await call.read()
+        if notice is grpc.aio.EOF:
+            raise TimeoutError("the router ended the stream without a Welcome")
+        if notice.HasField("refusal"):
+            log.error("router=%s refuses this worker: %s", address, notice.refusal.reason)
+            raise TimeoutError(notice.refusal.reason)
+        if not notice.HasField("welcome"):
+            raise TimeoutError("the router's first notice is not a Welcome")
+        log.info("router=%s announced", address)
+        self._health.registered = True
+        self._feeds[address].reset = True
+        writing = asyncio.Lock()  # a call takes one write at a time
+        every_s = notice.welcome.heartbeat_s or 1.0
+        beats = asyncio.create_task(self._beat(address, call, writing, every_s))
+        try:
+            await self._serve_notices(call, writing)
+        finally:
+            beats.cancel()
+            await asyncio.gather(beats, return_exceptions=True)
+
+    async def _serve_notices(self, call: grpc.aio.StreamStreamCall, writing: asyncio.Lock) -> None:
+        async for notice in call:
+            if notice.HasField("want_bundle"):
+                async with writing:
+                    await call.write(pb.WorkerReport(bundle=self._bundle))
+
+    async def _beat(
+        self, address: str, call: grpc.aio.StreamStreamCall, writing: asyncio.Lock, every_s: float
+    ) -> None:
+        seq = 0
+        while True:
+            seq += 1
+            async with writing:
+                await call.write(pb.WorkerReport(heartbeat=self._heartbeat(address, seq)))
+            await asyncio.sleep(every_s)
+
+    def _heartbeat(self, address: str, seq: int) -> pb.Heartbeat:
+        core = self._core
+        changes = core.scheduler.take_prefix_changes()
+        if changes.gained or changes.lost:
+            for feed in self._feeds.values():
+                feed.add(changes)
+        load = core.scheduler.load()
+        beat = pb.Heartbeat(
+            seq=seq,
+            state=pb.WORKER_STATE_DRAINING if core.draining else pb.WORKER_STATE_READY,
+            load=pb.Load(
+                queued=load.queued,
+                running=load.running,
+                waiting_grants=load.waiting_grants,
+                pending_tokens=load.pending_tokens,
+                kv_blocks=load.kv_blocks,
+                kv_free=load.kv_free,
+                kv_cached=load.kv_cached,
+                kv_active=load.kv_active,
+                kv_granted=load.kv_granted,
+                kv_quarantined=load.kv_quarantined,
+                step_s=core.step_median_s(),
+            ),
+        )
+        self._feeds[address].fill(beat, core.scheduler.prefixes)
+        return beat

@@ -1,0 +1,135 @@
+"""Puts a worker together: model, pool, scheduler, KV plane, servers, announcements."""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc.aio
+
+from pd_engine import server, wire
+from pd_engine.announce import Announcer
+from pd_engine.blocks import BlockPool
+from pd_engine.bundle import make_bundle
+from pd_engine.core import EngineCore
+from pd_engine.health import Health
+from pd_engine.kv.memory import KvMemory
+from pd_engine.kv.plane import KvPlane
+from pd_engine.metrics import Metrics
+from pd_engine.runner import Runner
+from pd_engine.scheduler import Scheduler, SchedulerConfig
+from pd_engine.settings import Settings
+from pd_proto.v1 import engine_pb2 as pb
+
+log = logging.getLogger("pd_engine.assembly")
+
+_RECOMPUTE_MAX_TOKENS = 4096
+_STREAMS_CLOSE_S = 2.0
+_ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What takes time to make; made off the event loop."""
+
+    runner: Runner
+    bundle: pb.TokenizerBundle
+
+
+def load(settings: Settings) -> Loaded:
+    """Loads the model and warms it up. ValueError or OSError say what is wrong with it."""
+    runner = Runner(
+        settings.model,
+        dtype=settings.dtype,
+        block_tokens=settings.block_tokens,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        kv_cache_fraction=settings.kv_cache_fraction,
+        max_model_tokens=settings.max_model_tokens,
+        threads=settings.threads,
+    )
+    runner.warmup()
+    return Loaded(runner, make_bundle(settings.model))
+
+
+class Worker:
+    """A running worker. Made in the event loop."""
+
+    def __init__(self, settings: Settings, loaded: Loaded, epoch: str) -> None:
+        self._settings = settings
+        self._loaded = loaded
+        self._epoch = epoch
+        runner = loaded.runner
+        metrics = Metrics(settings.served_name, settings.role, settings.worker_name)
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_batch_tokens=settings.max_batch_tokens,
+                chunk_tokens=settings.chunk_tokens,
+                max_running=settings.max_running,
+                max_queued=settings.max_queued,
+                max_model_tokens=runner.max_model_tokens,
+                recompute_max_tokens=_RECOMPUTE_MAX_TOKENS,
+            ),
+            BlockPool(runner.num_blocks, settings.block_tokens),
+        )
+        metrics.follow(scheduler.load)
+        self.core = EngineCore(settings, scheduler, runner, metrics)
+        self._server: grpc.aio.Server | None = None
+        self._announcing: asyncio.Task[None] | None = None
+
+    async def start(self, health: Health) -> None:
+        """Binds the ports, then announces itself. OSError when a port is taken."""
+        settings, runner = self._settings, self._loaded.runner
+        plane = KvPlane(
+            runner.layout,
+            KvMemory(runner.kv_buffer, runner.layout),
+            settings.worker_name,
+            self._epoch,
+            self.core,
+            lease_s=settings.kv_lease_s,
+        )
+        await plane.start(settings.host, settings.kv_port if settings.imports else None)
+        self.core.plane = plane
+        self._server, port = await server.serve(
+            self.core, self._epoch, settings.host, settings.work_port
+        )
+        health.core = self.core
+        announcer = Announcer(
+            self.core, health, self._hello(port), self._loaded.bundle, settings.routers
+        )
+        self._announcing = asyncio.create_task(announcer.run())
+
+    async def stop(self) -> None:
+        """Closes streams and ports; what is pending on the streams is still written."""
+        await self.core.stop()
+        if self._server is not None:
+            await self._server.stop(_STREAMS_CLOSE_S)
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
+        if self.core.plane is not None:
+            await self.core.plane.close()
+
+    def _hello(self, work_port: int) -> pb.Hello:
+        settings, runner = self._settings, self._loaded.runner
+        layout = runner.layout
+        plane = self.core.plane
+        return pb.Hello(
+            worker=settings.worker_name,
+            epoch=self._epoch,
+            role=_ROLES[settings.role],
+            work_address=f"{settings.host}:{work_port}",
+            kv_address=plane.address if plane is not None else "",
+            transports=["tcp"],
+            model=settings.served_name,
+            model_hash=layout.model_hash,
+            kv_format=wire.kv_format(layout),
+            layout_hash=layout.layout_hash,
+            capacity=pb.Capacity(
+                kv_blocks=runner.num_blocks,
+                max_model_tokens=runner.max_model_tokens,
+                max_running=settings.max_running,
+                max_queued=settings.max_queued,
+            ),
+            bundle_hash=self._loaded.bundle.bundle_hash,
+            revision=settings.revision,
+            prefill_tokens_per_s=runner.prefill_tokens_per_s,
+        )

@@ -1,0 +1,485 @@
+"""The engine's heart: one event loop that ties scheduler, KV plane and runner together.
+
+Everything but the model's step runs in the event loop, so scheduler and transfers need no
+locks. The step runs in one thread of its own; while it runs, commands are accepted,
+KV moves and heartbeats go out.
+"""
+
+import asyncio
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_core.kv import KvLayout
+from pd_engine import wire
+from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane
+from pd_engine.metrics import Metrics
+from pd_engine.outbox import Outbox
+from pd_engine.scheduler import Scheduler
+from pd_engine.settings import Settings
+from pd_engine.types import (
+    Advanced,
+    Batch,
+    Finished,
+    Granted,
+    Mode,
+    Prefilled,
+    RequestFailed,
+    RequestKey,
+    SchedulerEvent,
+    StepOutput,
+    TokenOut,
+    Tokens,
+)
+from pd_proto.v1 import engine_pb2 as pb
+
+log = logging.getLogger("pd_engine.core")
+
+_POLL_S = 0.25  # deadlines are looked at so often when nothing else happens
+_STALL_S = 60.0
+
+
+class StepRunner(Protocol):
+    """What the core needs of `runner.Runner`."""
+
+    layout: KvLayout
+    vocab_size: int
+
+    def step(self, batch: Batch, on_layers: "LayerCallback | None" = None) -> StepOutput: ...
+
+
+class LayerCallback(Protocol):
+    def __call__(self, first: int, end: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Live:
+    """What the core keeps of a request beside the scheduler."""
+
+    outbox: Outbox
+    handle: int
+    mode: Mode
+    target: pb.KvTarget | None = None
+    lease_s: float = 0.0
+    exporting: bool = False
+    granted: bool = False  # an IMPORT whose KV has not come yet
+    quarantined: bool = False
+    sent: pb.Prefilled | None = None
+
+
+@dataclass(slots=True)
+class _StepClock:
+    """When the step in flight began, and how long the last ones took."""
+
+    began: float | None = None
+    last_end: float = field(default_factory=time.monotonic)
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+
+class EngineCore:
+    """Requests in (commands), events out (outboxes)."""
+
+    def __init__(
+        self, settings: Settings, scheduler: Scheduler, runner: StepRunner, metrics: Metrics
+    ) -> None:
+        self._settings = settings
+        self.scheduler = scheduler
+        self._runner = runner
+        self.metrics = metrics
+        self.plane: KvPlane | None = None
+        self._live: dict[RequestKey, _Live] = {}
+        self._streams: dict[int, Outbox] = {}
+        self._next_stream = 1
+        self._wake = asyncio.Event()
+        self._clock = _StepClock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
+        self._loop = asyncio.get_running_loop()
+        self.draining = False
+        self._stopping = False
+
+    # ---- streams and commands ---------------------------------------------------
+
+    def open_stream(self) -> tuple[int, Outbox]:
+        number = self._next_stream
+        self._next_stream += 1
+        outbox = self._streams[number] = Outbox()
+        return number, outbox
+
+    def close_stream(self, number: int) -> None:
+        """The router is gone: all its requests end and free what they hold."""
+        outbox = self._streams.pop(number, None)
+        if outbox is not None:
+            outbox.close()
+        for key in [key for key in self._live if key[0] == number]:
+            self._cancel(key)
+        self._kick()
+
+    def handle(self, stream: int, command: pb.Command) -> None:
+        """Carries one command out. Never raises: a wrong command fails its own request."""
+        which = command.WhichOneof("command")
+        if which == "generate":
+            self._generate(stream, command.generate)
+        elif which == "prefill":
+            self._prefill(stream, command.prefill)
+        elif which == "cancel":
+            self._cancel((stream, command.cancel.handle))
+        elif which == "renew":
+            self._renew((stream, handle) for handle in command.renew.handles)
+        else:
+            log.warning("unknown command=%s", which)
+
+    def commands_done(self) -> None:
+        """Called after a message's commands: admits what can be, wakes the step loop."""
+        self._poll()
+        self._kick()
+
+    def _generate(self, stream: int, message: pb.Generate) -> None:
+        mode = Mode.LOCAL if message.prefill_here else Mode.IMPORT
+        live = _Live(self._streams[stream], message.handle, mode)
+        if self._settings.role == "prefill":
+            self._refuse(live, FailureKind.INVALID_REQUEST, "a prefill worker doesn't decode")
+        else:
+            self._add(stream, message, live)
+
+    def _prefill(self, stream: int, message: pb.Prefill) -> None:
+        live = _Live(self._streams[stream], message.handle, Mode.EXPORT)
+        live.target = message.target
+        live.lease_s = message.lease_s or self._settings.kv_lease_s
+        if self._settings.role == "decode":
+            self._refuse(live, FailureKind.INVALID_REQUEST, "a decode worker doesn't export KV")
+        else:
+            self._add(stream, message, live)
+
+    def _add(self, stream: int, message: pb.Generate | pb.Prefill, live: _Live) -> None:
+        key = (stream, message.handle)
+        if key in self._live:
+            self._refuse(live, FailureKind.INVALID_REQUEST, f"handle {message.handle} is in use")
+            return
+        now = time.monotonic()
+        try:
+            request = wire.request_from_pb(message, key, live.mode, self._runner.vocab_size, now)
+            self.scheduler.add(request, now)
+        except RequestFailure as error:
+            self._refuse(live, error.failure.kind, error.failure.message)
+            return
+        self._live[key] = live
+
+    def _refuse(self, live: _Live, kind: FailureKind, message: str) -> None:
+        self.metrics.failure(kind)
+        live.outbox.put(wire.failed_event(live.handle, Failure(kind, message)))
+        live.outbox.flush()
+
+    def _renew(self, keys: Iterable[RequestKey]) -> None:
+        if self.plane is not None:
+            for key in keys:
+                self.plane.renew(key)
+
+    def _cancel(self, key: RequestKey) -> None:
+        """Ends a request without a word to the router; unknown keys are ended already."""
+        live = self._live.pop(key, None)
+        if live is not None:
+            self._drop(key, live)
+
+    def _drop(self, key: RequestKey, live: _Live) -> None:
+        """Frees what a request holds, here and in the plane."""
+        if live.granted and self.plane is not None:
+            # Its blocks are freed by on_import_released, once no receive can touch them.
+            self._live[key] = live
+            live.outbox = Outbox()  # nobody listens
+            self.plane.cancel_import(key)
+            return
+        if live.exporting and self.plane is not None:
+            # on_export_done frees the blocks when the last send has returned.
+            self._live[key] = live
+            live.outbox = Outbox()
+            self.plane.cancel_export(key)
+            return
+        self.scheduler.cancel(key, time.monotonic())
+
+    # ---- the step loop --------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Steps while there is work; ends after `stop`."""
+        while not self._stopping:
+            self._poll()
+            batch = self.scheduler.schedule(time.monotonic())
+            if batch is None:
+                await self._idle()
+                continue
+            await self._run_step(batch)
+        self._thread.shutdown(wait=False)
+
+    async def _run_step(self, batch: Batch) -> None:
+        self._open_exports(batch)
+        began = self._clock.began = time.monotonic()
+        try:
+            output = await self._loop.run_in_executor(self._thread, self._step, batch)
+        except Exception as error:
+            log.exception("step=%d failed", batch.step)
+            failure = Failure(FailureKind.STEP_FAILED, f"{type(error).__name__}: {error}")
+            events = self.scheduler.fail_batch(batch, failure, time.monotonic())
+        else:
+            events = self.scheduler.absorb(batch, output, time.monotonic())
+        finally:
+            ended = time.monotonic()
+            self._clock.began = None
+            self._clock.last_end = ended
+        self._clock.recent_s.append(ended - began)
+        self.metrics.step(batch, ended - began)
+        self._deliver(events)
+
+    async def _idle(self) -> None:
+        if not self._live:
+            self._clock.last_end = time.monotonic()
+        try:
+            await asyncio.wait_for(self._wake.wait(), _POLL_S)
+        except TimeoutError:
+            return
+        self._wake.clear()
+
+    def _step(self, batch: Batch) -> StepOutput:
+        """In the step's thread."""
+        exports = [
+            (key, row.start + len(row.token_ids))
+            for row in batch.rows
+            if (key := self.scheduler.key_of(row.seq_id)) is not None
+            and (live := self._live.get(key)) is not None
+            and live.exporting
+        ]
+        if not exports:
+            return self._runner.step(batch)
+
+        def on_layers(first: int, end: int) -> None:
+            self._loop.call_soon_threadsafe(self._layers_final, exports, first, end)
+
+        return self._runner.step(batch, on_layers)
+
+    def _layers_final(self, exports: list[tuple[RequestKey, int]], first: int, end: int) -> None:
+        for key, computed_tokens in exports:
+            live = self._live.get(key)
+            if self.plane is not None and live is not None and live.exporting:
+                self.plane.export_progress(key, computed_tokens, first, end)
+
+    def _open_exports(self, batch: Batch) -> None:
+        """A request's first chunk is about to run: its target is dialled meanwhile."""
+        for row in batch.rows:
+            key = self.scheduler.key_of(row.seq_id)
+            live = self._live.get(key) if key is not None else None
+            if key is None or live is None or live.target is None or live.exporting:
+                continue
+            if self.plane is None:
+                continue
+            request = self.scheduler.request(key)
+            blocks = self._runner.layout.blocks_for(len(request.token_ids))
+            self.plane.open_export(
+                key,
+                request.request_id,
+                request.attempt,
+                live.target,
+                tuple(row.block_table[:blocks]),
+                len(request.token_ids),
+                live.lease_s,
+            )
+            live.exporting = True
+            if row.start:  # what the prefix cache had is final already
+                self.plane.export_progress(key, row.start)
+
+    def _poll(self) -> None:
+        self._deliver(self.scheduler.poll(time.monotonic()))
+
+    def _kick(self) -> None:
+        self._wake.set()
+
+    # ---- scheduler's events -> routers ----------------------------------------------
+
+    def _deliver(self, events: Iterable[SchedulerEvent]) -> None:
+        touched: set[Outbox] = set()
+        for event in events:
+            live = self._live.get(event.key)
+            if live is None:
+                continue
+            touched.add(live.outbox)
+            match event:
+                case Tokens(tokens=tokens):
+                    self.metrics.generated(len(tokens))
+                    for token in tokens:
+                        live.outbox.put_token(wire.token_to_pb(token, live.handle))
+                case Granted():
+                    self._granted(event, live)
+                case Prefilled():
+                    self._prefilled(event, live)
+                case RequestFailed(failure=failure):
+                    self._request_failed(event.key, live, failure)
+                case Finished():
+                    self._live.pop(event.key, None)
+                case Advanced():
+                    pass  # on_layers said so already, layer by layer
+        for outbox in touched:
+            outbox.flush()
+
+    def _granted(self, event: Granted, live: _Live) -> None:
+        if self.plane is None:
+            raise AssertionError("a grant without a KV plane")
+        request = self.scheduler.request(event.key)
+        live.granted = True
+        grant = self.plane.open_import(
+            event.key,
+            request.request_id,
+            request.attempt,
+            event.block_ids,
+            event.prefix_blocks,
+            len(request.token_ids),
+            request.choices,
+        )
+        self.metrics.grant_wait(event.wait_s)
+        live.outbox.put(
+            pb.Event(
+                granted=pb.Granted(
+                    handle=live.handle,
+                    grant=grant,
+                    prefix_tokens=event.prefix_blocks * self._runner.layout.block_tokens,
+                    ttl_s=self._settings.kv_lease_s,
+                    wait_s=event.wait_s,
+                    kv_address=self.plane.address,
+                )
+            )
+        )
+
+    def _prefilled(self, event: Prefilled, live: _Live) -> None:
+        self.metrics.prefilled(event)
+        message = pb.Prefilled(
+            handle=live.handle,
+            first=wire.first_tokens(event.first),
+            cached_tokens=event.cached_tokens,
+            queue_s=event.queue_s,
+            prefill_s=event.prefill_s,
+        )
+        if live.mode is Mode.EXPORT and live.exporting and self.plane is not None:
+            message.transport = "tcp"
+            self.plane.seal_export(event.key, event.first, event.cached_tokens)
+        # Token 0 goes out at once: the transfer's tail is hidden behind it.
+        live.outbox.put(pb.Event(prefilled=message))
+
+    def _request_failed(self, key: RequestKey, live: _Live, failure: Failure) -> None:
+        self._live.pop(key, None)
+        self.metrics.failure(failure.kind)
+        live.outbox.put(wire.failed_event(live.handle, failure))
+        if self.plane is None:
+            return
+        if live.exporting:
+            self.plane.cancel_export(key)
+        if live.granted:
+            self.plane.cancel_import(key)
+
+    # ---- the KV plane's callbacks -----------------------------------------------------
+
+    def on_committed(
+        self, key: RequestKey, first: tuple[TokenOut, ...], stats: ImportStats
+    ) -> None:
+        """D has all KV and token 0: decode begins."""
+        live = self._live.get(key)
+        if live is None:
+            return
+        live.granted = False
+        self.metrics.received(stats)
+        live.outbox.put(
+            pb.Event(
+                committed=pb.Committed(
+                    handle=live.handle,
+                    first=wire.first_tokens(first),
+                    kv_bytes=stats.kv_bytes,
+                    transfer_s=stats.transfer_s,
+                    cached_tokens=stats.cached_tokens,
+                )
+            )
+        )
+        live.outbox.flush()
+        self._deliver(self.scheduler.attach(key, first, time.monotonic()))
+        self._kick()
+
+    def on_import_failed(self, key: RequestKey, failure: Failure) -> None:
+        """The blocks follow by on_import_released, maybe after a quarantine."""
+        live = self._live.get(key)
+        if live is not None:
+            self._refuse(live, failure.kind, failure.message)
+            live.outbox = Outbox()
+
+    def on_import_quarantined(self, key: RequestKey) -> None:
+        """A receive still writes into the blocks: nobody else may have them yet."""
+        live = self._live.get(key)
+        if live is not None:
+            live.quarantined = True
+            self.scheduler.cancel(key, time.monotonic(), quarantine=True)
+
+    def on_import_released(self, key: RequestKey) -> None:
+        live = self._live.pop(key, None)
+        if live is not None and live.quarantined:
+            self.scheduler.release_quarantine(key)
+        elif live is not None:
+            self.scheduler.cancel(key, time.monotonic())
+        self.commands_done()
+
+    def on_export_sealed(self, key: RequestKey, stats: ExportStats) -> None:
+        log.debug("export=%s sealed bytes=%d seconds=%.4f", key, stats.kv_bytes, stats.transfer_s)
+        self.metrics.sent(stats)
+
+    def on_export_done(self, key: RequestKey, committed: bool) -> None:
+        """The target has answered, or its lease is over: the blocks are ours again."""
+        if self._live.pop(key, None) is None:
+            return
+        self.metrics.export_done(committed)
+        self.scheduler.release_export(key)
+        self.commands_done()
+
+    def on_export_failed(self, key: RequestKey, failure: Failure) -> None:
+        live = self._live.pop(key, None)
+        if live is not None:
+            self._refuse(live, failure.kind, failure.message)
+            self.scheduler.cancel(key, time.monotonic())
+            self.commands_done()
+
+    # ---- drain, stop, health ------------------------------------------------------------
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new and waits for what runs; True when all of it ended in time."""
+        self.draining = True
+        self.scheduler.drain()
+        until = time.monotonic() + timeout_s
+        while self._live and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        finished = not self._live
+        for key, live in list(self._live.items()):
+            self._refuse(live, FailureKind.DRAINING, "the worker's drain timeout is over")
+            self._cancel(key)
+        return finished
+
+    async def stop(self) -> None:
+        """Ends the loop; streams get what is pending."""
+        self._stopping = True
+        for outbox in self._streams.values():
+            outbox.close()
+        self._kick()
+
+    def unhealthy(self) -> str | None:
+        """Why liveness is red, or None. Load alone never makes it red."""
+        now = time.monotonic()
+        began = self._clock.began
+        if began is not None:
+            age_s = now - began
+            if age_s > self._settings.step_timeout_s:
+                return f"a step has been running for {age_s:.0f} s"
+            return None
+        load = self.scheduler.load()
+        waiting = load.queued + load.running + load.waiting_grants
+        if waiting and not load.kv_granted and now - self._clock.last_end > _STALL_S:
+            return f"{waiting} requests wait and no step ran for {_STALL_S:.0f} s"
+        return None
+
+    def step_median_s(self) -> float:
+        return statistics.median(self._clock.recent_s) if self._clock.recent_s else 0.0

@@ -1,0 +1,104 @@
+"""What a worker exports to Prometheus (`pdcluster_engine_*`)."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import generate_latest
+
+from pd_core.failures import FailureKind
+from pd_engine.kv.plane import ExportStats, ImportStats
+from pd_engine.types import Batch, Load, Prefilled
+
+_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
+)  # fmt: skip
+_BLOCK_STATES = ("free", "cached", "active", "granted", "quarantined")
+
+
+class Metrics:
+    """One registry a process, so that tests can have several."""
+
+    def __init__(self, model: str, role: str, worker: str) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model": model, "pool": role, "worker": worker}
+        names = tuple(self._labels)
+
+        def counter(name: str, text: str, *extra: str) -> Counter:
+            return Counter(f"pdcluster_engine_{name}", text, names + extra, registry=self.registry)
+
+        def gauge(name: str, text: str, *extra: str) -> Gauge:
+            return Gauge(f"pdcluster_engine_{name}", text, names + extra, registry=self.registry)
+
+        def seconds(name: str, text: str) -> Histogram:
+            return Histogram(
+                f"pdcluster_engine_{name}_seconds",
+                text,
+                names,
+                buckets=_SECONDS,
+                registry=self.registry,
+            )
+
+        self._blocks = gauge("kv_blocks", "KV blocks by state", "state")
+        self._queued = gauge("queued_requests", "Requests that wait for their first step")
+        self._running = gauge("running_sequences", "Sequences in decode")
+        self._waiting = gauge("waiting_grants", "Requests that wait for KV room")
+        self._pending = gauge("pending_tokens", "Prompt tokens still to compute")
+        self._step = seconds("step", "Duration of a model step")
+        self._step_tokens = counter("step_tokens", "Tokens computed in steps")
+        self._prefill = seconds("prefill", "First step of a prompt to its first token")
+        self._queue = seconds("queue", "Arrival of a prompt to its first step")
+        self._grant = seconds("grant_wait", "Arrival of a reservation to its grant")
+        self._transfer = seconds("kv_transfer", "First KV frame in to seal verified")
+        self._generated = counter("generated_tokens", "Tokens drawn, without the first ones")
+        self._prompt = counter("prompts", "Prompts computed")
+        self._cached = counter("cached_tokens", "Prompt tokens that a prefix hit spared")
+        self._bytes = counter("kv_bytes", "KV bytes moved", "direction")
+        self._exports = counter("exports", "Hand-overs by outcome", "outcome")
+        self._failures = counter("failures", "Requests failed here, by kind", "kind")
+
+    def follow(self, load: Callable[[], Load]) -> None:
+        """Gauges read the scheduler's load when scraped."""
+        self._load = load
+
+    def scrape(self) -> bytes:
+        load = self._load()
+        own = self._labels
+        for state in _BLOCK_STATES:
+            self._blocks.labels(**own, state=state).set(getattr(load, f"kv_{state}"))
+        self._queued.labels(**own).set(load.queued)
+        self._running.labels(**own).set(load.running)
+        self._waiting.labels(**own).set(load.waiting_grants)
+        self._pending.labels(**own).set(load.pending_tokens)
+        return generate_latest(self.registry)
+
+    def step(self, batch: Batch, seconds: float) -> None:
+        self._step.labels(**self._labels).observe(seconds)
+        computed = sum(len(row.token_ids) for row in batch.rows)
+        self._step_tokens.labels(**self._labels).inc(computed)
+
+    def prefilled(self, event: Prefilled) -> None:
+        own = self._labels
+        self._prompt.labels(**own).inc()
+        self._cached.labels(**own).inc(event.cached_tokens)
+        self._queue.labels(**own).observe(event.queue_s)
+        self._prefill.labels(**own).observe(event.prefill_s)
+
+    def grant_wait(self, seconds: float) -> None:
+        self._grant.labels(**self._labels).observe(seconds)
+
+    def generated(self, tokens: int) -> None:
+        self._generated.labels(**self._labels).inc(tokens)
+
+    def received(self, stats: ImportStats) -> None:
+        self._bytes.labels(**self._labels, direction="in").inc(stats.kv_bytes)
+        self._transfer.labels(**self._labels).observe(stats.transfer_s)
+
+    def sent(self, stats: ExportStats) -> None:
+        self._bytes.labels(**self._labels, direction="out").inc(stats.kv_bytes)
+
+    def export_done(self, committed: bool) -> None:
+        outcome = "committed" if committed else "aborted"
+        self._exports.labels(**self._labels, outcome=outcome).inc()
+
+    def failure(self, kind: FailureKind) -> None:
+        self._failures.labels(**self._labels, kind=kind.value).inc()

@@ -1,0 +1,126 @@
+"""A worker's settings: flags in, one frozen value out."""
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+ROLES = ("prefill", "decode", "both")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `python -m pd_engine` was told. Ports are bound on `host`."""
+
+    role: str
+    model: str
+    served_name: str
+    worker_name: str
+    revision: str
+    host: str
+    work_port: int
+    kv_port: int
+    health_port: int
+    routers: tuple[str, ...]
+    dtype: str
+    max_model_tokens: int
+    block_tokens: int
+    chunk_tokens: int
+    max_batch_tokens: int
+    max_running: int
+    max_queued: int
+    kv_cache_tokens: int
+    kv_cache_fraction: float
+    drain_timeout_s: float
+    step_timeout_s: float
+    threads: int
+    kv_lease_s: float
+
+    @property
+    def imports(self) -> bool:
+        """Whether it takes KV over from prefill workers."""
+        return self.role != "prefill"
+
+
+def _at_least(low: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {low}")
+        return value
+
+    return integer
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must lie between 0 and 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number of seconds")
+    return value
+
+
+def _routers(text: str) -> tuple[str, ...]:
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        if not re.fullmatch(r".+:\d{1,5}", address):
+            raise argparse.ArgumentTypeError(f"{address!r}: write HOST:PORT")
+    return addresses
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Flags -> Settings; argparse ends the process with a message for wrong ones."""
+    p = argparse.ArgumentParser(prog="python -m pd_engine", description=__doc__)
+    p.add_argument("--role", choices=ROLES, required=True)
+    p.add_argument("--model", required=True, help="folder with a model in Hugging Face format")
+    p.add_argument("--served-name", required=True, help="the model's name as clients send it")
+    p.add_argument("--worker-name", required=True, help="this worker's name, e.g. the pod's")
+    p.add_argument("--revision", default="", help="revision of the pool")
+    p.add_argument("--host", required=True, help="address to bind and to announce")
+    p.add_argument("--work-port", type=_at_least(0), default=7001)
+    p.add_argument("--kv-port", type=_at_least(0), default=7002)
+    p.add_argument("--health-port", type=_at_least(0), default=9090)
+    p.add_argument("--routers", type=_routers, default=(), help="HOST:PORT,… of control ports")
+    p.add_argument("--dtype", choices=DTYPES, default="auto")
+    p.add_argument(
+        "--max-model-len",
+        dest="max_model_tokens",
+        type=_at_least(0),
+        default=0,
+        help="tokens that a request may have, prompt and output (0: the model's own limit)",
+    )
+    p.add_argument("--block-tokens", type=_at_least(1), default=16)
+    p.add_argument(
+        "--chunk-tokens",
+        type=_at_least(0),
+        default=512,
+        help="prompt tokens computed in one step (0: whole prompts)",
+    )
+    p.add_argument("--max-batch-tokens", type=_at_least(1), default=2048)
+    p.add_argument("--max-running", type=_at_least(1), default=64)
+    p.add_argument("--max-queued", type=_at_least(1), default=256)
+    size = p.add_mutually_exclusive_group()
+    size.add_argument("--kv-cache-tokens", type=_at_least(1), default=0)
+    size.add_argument(
+        "--kv-cache-fraction",
+        type=_fraction,
+        default=0.2,
+        help="share of the memory that is free at start",
+    )
+    p.add_argument("--drain-timeout-s", type=_seconds, default=60.0)
+    p.add_argument(
+        "--step-timeout-s",
+        type=_seconds,
+        default=300.0,
+        help="a step that takes longer turns liveness red",
+    )
+    p.add_argument("--threads", type=_at_least(0), default=0, help="0: torch's default")
+    p.add_argument("--kv-lease-s", type=_seconds, default=30.0)
+    return Settings(**vars(p.parse_args(argv)))
