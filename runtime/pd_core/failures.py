@@ -58,10 +58,10 @@ _TRAITS = {
     FailureKind.CLIENT_GONE: FailureTraits(499, _CLIENT, retryable=False),
     FailureKind.WORKER_LOST: FailureTraits(502, _SERVER, retryable=True),
     FailureKind.WORKER_LATE: FailureTraits(504, _SERVER, retryable=True),
-    FailureKind.LAYOUT_MISMATCH: FailureTraits(503, _SERVER, retryable=True),
+    FailureKind.LAYOUT_MISMATCH: FailureTraits(503, _SERVER, retryable=True, retry_after_s=5),
     FailureKind.TRANSFER_FAILED: FailureTraits(502, _SERVER, retryable=True),
     FailureKind.LEASE_EXPIRED: FailureTraits(502, _SERVER, retryable=True),
-    FailureKind.PREEMPTED: FailureTraits(503, _SERVER, retryable=True),
+    FailureKind.PREEMPTED: FailureTraits(503, _SERVER, retryable=True, retry_after_s=1),
     FailureKind.STEP_FAILED: FailureTraits(500, _SERVER, retryable=True),
     FailureKind.INTERNAL: FailureTraits(500, _SERVER, retryable=False),
 }
