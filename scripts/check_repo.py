@@ -22,7 +22,7 @@ MAX_FILE_BYTES = 1024 * 1024
 # Written so that these lines don't match themselves.
 REGISTRY = re.compile(
     r"(index-url|registry)[ ]*[=:][ ]*.?https?://"
-    r"|\"resolved\": *\"https?://|GOPROXY=http|^deb[ ]https?://|source = [{] registry"
+    r"|\"resolved\": *\"https?://|GOPROXY[=]http|^deb[ ]https?://|source = [{] registry"
 )
 
 

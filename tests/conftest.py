@@ -1,0 +1,44 @@
+"""Fixtures for all tests, and how hard hypothesis tries.
+
+HYPOTHESIS_PROFILE=long searches far longer than the default, which keeps `make test` quick.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default",
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("long", parent=settings.get_profile("default"), max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+RUN_DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def run() -> Callable[[Coroutine[Any, Any, Any]], Any]:
+    """Runs a coroutine to its end in a loop of its own, with a deadline."""
+
+    def runner(work: Coroutine[Any, Any, Any], deadline_s: float = RUN_DEADLINE_S) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(deadline_s):
+                return await work
+
+        return asyncio.run(bounded())
+
+    return runner
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's folder."""
+    return Path(__file__).resolve().parent.parent
