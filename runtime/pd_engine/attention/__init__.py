@@ -1,1 +1,1 @@
-"""Paged attention."""
+"""Attention over a paged KV pool, hooked into transformers' models."""

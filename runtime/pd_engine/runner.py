@@ -1,0 +1,160 @@
+"""Runs the model: one batch in, sampled tokens out.
+
+One thread calls `step`; nothing here knows of requests, sockets or clocks that others see.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pd_core.kv import KvLayout
+from pd_engine.attention.paged import CausalMasks, LayersDone, PagedStep
+from pd_engine.attention.pool import KvPool
+from pd_engine.checkpoint import ModelError, open_checkpoint
+from pd_engine.hostmemory import free_bytes
+from pd_engine.model import load_model
+from pd_engine.sampling import sample
+from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling, StepOutput
+
+LAYER_GROUP = 5
+"""Layers whose KV is reported together, so that it can travel while later ones compute."""
+
+_WARMUP_TOKENS = (1, 3, 128)
+
+
+class Runner:
+    """A loaded model with its KV pool."""
+
+    def __init__(
+        self,
+        model_dir: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        block_tokens: int = 16,
+        kv_cache_tokens: int = 0,
+        kv_cache_fraction: float = 0.2,
+        max_model_tokens: int = 0,
+        threads: int = 0,
+        layer_group: int = LAYER_GROUP,
+    ) -> None:
+        """Loads the model. Zeros leave a choice to us: the pool takes `kv_cache_fraction` of
+        the memory that is free once the weights are loaded, a request may be as long as the
+        model can, torch picks its threads. Raises ModelError.
+        """
+        checkpoint = open_checkpoint(model_dir)
+        if threads:
+            torch.set_num_threads(threads)
+        self._model = load_model(checkpoint, dtype, torch.device(device))
+        geometry = self._model.geometry
+        self.layout = KvLayout(
+            model_hash=checkpoint.model_hash(),
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            block_tokens=block_tokens,
+            layers=geometry.layers,
+            kv_heads=geometry.kv_heads,
+            head_dim=geometry.head_dim,
+        )
+        self.max_model_tokens = _limit(
+            checkpoint.folder, max_model_tokens, self._model.max_positions
+        )
+        self.eos_token_ids = checkpoint.eos_token_ids
+        self.vocab_size = self._model.vocab_size
+        self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
+        self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
+        self._pool = KvPool(self.layout, self.num_blocks, self._model.device)
+        self._masks = CausalMasks(self._model.dtype, self._model.device)
+        self._layer_group = layer_group
+
+    def _size_pool(self, tokens: int, fraction: float) -> int:
+        """Blocks of the pool: as many tokens as asked for, else a share of free memory."""
+        if tokens:
+            return self.layout.blocks_for(tokens)
+        free = free_bytes(self._model.device)
+        blocks = int(free * fraction) // self.layout.block_bytes
+        if blocks < 1:
+            raise ModelError(
+                f"a share of {fraction:g} of the free memory ({free >> 20} MiB) holds no KV block "
+                f"of {self.layout.block_bytes >> 10} KiB; give the worker more memory or a "
+                f"larger share"
+            )
+        return blocks
+
+    @property
+    def kv_buffer(self) -> memoryview:
+        """The whole pool, writable bytes, block after block."""
+        buffer = self._pool.buffer
+        if buffer is None:
+            raise ModelError("the tcp KV plane needs CPU memory: run this worker on the CPU")
+        return buffer
+
+    @torch.inference_mode()
+    def step(self, batch: Batch, on_layers: LayersDone | None = None) -> StepOutput:
+        """Computes a batch. KV of (first, end) layers is in the pool when `on_layers` says so."""
+        self._pool.copy_blocks(batch.copies)
+        logits = self._forward(batch.rows, on_layers)
+        specs, owners = _samples(batch.rows)
+        chosen = sample(logits[[row for row, _ in owners]], specs) if specs else []
+        samples: dict[int, tuple[Sampled, ...]] = {}
+        for (_, seq_id), sampled in zip(owners, chosen, strict=True):
+            samples[seq_id] = (*samples.get(seq_id, ()), sampled)
+        return StepOutput(samples)
+
+    def _forward(self, rows: Sequence[Row], on_layers: LayersDone | None) -> torch.Tensor:
+        """Logits of the last token of each row that samples, in order."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        for row in rows:
+            tokens.extend(row.token_ids)
+            positions.extend(range(row.start, row.start + len(row.token_ids)))
+            if row.samples:
+                keep.append(len(tokens) - 1)
+        device = self._model.device
+        return self._model.forward(
+            torch.tensor(tokens, dtype=torch.int64, device=device),
+            torch.tensor(positions, dtype=torch.int64, device=device),
+            torch.tensor(keep, dtype=torch.int64, device=device),
+            PagedStep(self._pool, self._masks, rows, on_layers, self._layer_group),
+        )
+
+    def warmup(self) -> None:
+        """Steps of typical forms, so that the first request finds everything in place.
+
+        Uses the pool's first blocks: call it before anything else does.
+        """
+        room = min(self.num_blocks * self.layout.block_tokens, self.max_model_tokens) - 1
+        blocks = tuple(range(self.num_blocks))
+        spec = SampleSpec(0, 0, Sampling(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=True))
+        for tokens in (min(n, room) for n in _WARMUP_TOKENS if room > 0):
+            began = time.perf_counter()
+            self.step(Batch(0, (Row(0, [0] * tokens, 0, blocks, (spec,)),)))
+            self.prefill_tokens_per_s = tokens / (time.perf_counter() - began)
+            self.step(Batch(0, (Row(0, [0], tokens, blocks, (spec,)),)))
+
+
+def _samples(rows: Sequence[Row]) -> tuple[list[SampleSpec], list[tuple[int, int]]]:
+    """All samples of a batch, and for each (its row among the logits, its sequence)."""
+    specs: list[SampleSpec] = []
+    owners: list[tuple[int, int]] = []
+    sampling = (row for row in rows if row.samples)
+    for at, row in enumerate(sampling):
+        specs.extend(row.samples)
+        owners.extend((at, row.seq_id) for _ in row.samples)
+    return specs, owners
+
+
+def _limit(folder: Path, asked: int, positions: int | None) -> int:
+    if positions is None and not asked:
+        raise ModelError(
+            f"model {folder}: config.json doesn't say how long a context may be; give one "
+            f"(--max-model-len)"
+        )
+    if positions is not None and asked > positions:
+        raise ModelError(
+            f"model {folder}: --max-model-len {asked} is more than the {positions} positions "
+            f"that the model was made for"
+        )
+    return asked or positions or 0
