@@ -8,13 +8,14 @@ stop string across the hand-over, a first token that ends the answer, max_tokens
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.common import Goal, arguments, report, table
 from bench.models import load_tokenizer, model_dir, prompt_of
 from tests.cluster import serving, spec
+from tests.reference import Prompt, Reference
 
 GOALS = {
     key: Goal(">=", 50) for key in ("prompts", "identical_pd", "identical_both", "identical_stream")
@@ -47,7 +48,7 @@ class Case:
     """One request. `prompt` is text for /v1/completions, or a chat's messages."""
 
     name: str
-    prompt: str | list[dict[str, str]]
+    prompt: Prompt
     max_tokens: int = 12
     choices: int = 1
     stop: str | None = None
@@ -55,62 +56,24 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What has to be equal. `tokens` counts the end token too; pieces where asked for."""
+    """What has to be equal, by choice. `tokens` is what usage counts, end tokens too."""
 
     texts: tuple[str, ...]
     finishes: tuple[str, ...]
+    ids: tuple[tuple[int, ...], ...]
     tokens: int
-    pieces: tuple[str, ...] = field(default=())
 
 
-class Reference:
-    """transformers' own `generate`, in fp32."""
-
-    def __init__(self, folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        self._torch = torch
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        eos = self._model.generation_config.eos_token_id
-        self._eos = set(eos if isinstance(eos, list) else [eos])
-
-    def ids(self, case: Case) -> list[int]:
-        if isinstance(case.prompt, str):
-            return list(self._tokenizer(case.prompt)["input_ids"])
-        text = self._tokenizer.apply_chat_template(
-            case.prompt, tokenize=False, add_generation_prompt=True
-        )
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def generate(self, case: Case) -> list[int]:
-        """The new token ids, the end token included."""
-        ids = self._torch.tensor([self.ids(case)])
-        with self._torch.inference_mode():
-            out = self._model.generate(
-                ids,
-                attention_mask=self._torch.ones_like(ids),
-                max_new_tokens=case.max_tokens,
-                do_sample=False,
-            )
-        return [int(t) for t in out[0, ids.shape[1] :]]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-    def answer(self, case: Case) -> Answer:
-        """What the API has to say: the stop string cuts text and tokens."""
-        new = self.generate(case)
-        finish = "stop" if new[-1] in self._eos else "length"
-        text, count = self.decode(new), len(new)
-        if case.stop and (at := text.find(case.stop)) >= 0:
-            count = next(i for i in range(1, count) if case.stop in self.decode(new[:i]))
-            text, finish = text[:at], "stop"
-        return Answer((text,) * case.choices, (finish,) * case.choices, count * case.choices)
-
-    def ends_at_once(self, case: Case) -> bool:
-        return self.generate(case)[0] in self._eos
+def wanted_answer(reference: Reference, case: Case) -> Answer:
+    """What the API has to say: a stop string cuts text and tokens."""
+    new = reference.generate(case.prompt, case.max_tokens)
+    finish = "stop" if new[-1] in reference.eos else "length"
+    text = reference.decode(new)
+    if case.stop and (at := text.find(case.stop)) >= 0:
+        new = next(new[:i] for i in range(1, len(new)) if case.stop in reference.decode(new[:i]))
+        text, finish = text[:at], "stop"
+    n = case.choices
+    return Answer((text,) * n, (finish,) * n, (tuple(new),) * n, len(new) * n)
 
 
 def make_cases(reference: Reference, tokenizer: Any, quick: bool) -> list[Case]:
@@ -133,8 +96,7 @@ def make_cases(reference: Reference, tokenizer: Any, quick: bool) -> list[Case]:
 
 def _stop_across(reference: Reference, prompt: str) -> Case:
     """A stop string that begins in token 0 and ends in token 1: either worker has half."""
-    plain = Case("", prompt)
-    first, second = (reference.decode([t]) for t in reference.generate(plain)[:2])
+    first, second = (reference.decode([t]) for t in reference.generate(prompt, 2))
     return Case("stop across the hand-over", prompt, stop=first[-2:] + second[:2])
 
 
@@ -145,15 +107,16 @@ def _ends_first(reference: Reference) -> Case:
         ("Say hello.", "Hello! How can I help you today?"),
         ("What is two plus two?", "Two plus two is four."),
     ):
-        case = Case("first token ends it", _ENDED.format(question, answer))
-        if reference.ends_at_once(case):
-            return case
+        prompt = _ENDED.format(question, answer)
+        if reference.generate(prompt, 1)[0] in reference.eos:
+            return Case("first token ends it", prompt)
     raise RuntimeError("the model ends none of the finished answers: choose others")
 
 
-def ask(client: Any, case: Case, stream: bool, logprobs: bool) -> Answer:
+def ask(client: Any, case: Case, stream: bool) -> Answer:
     """One request through the openai client."""
     options: dict[str, Any] = {"model": "tiny", "max_tokens": case.max_tokens, "temperature": 0}
+    options["extra_body"] = {"return_token_ids": True}
     if case.choices > 1:
         options["n"] = case.choices
     if case.stop:
@@ -161,84 +124,57 @@ def ask(client: Any, case: Case, stream: bool, logprobs: bool) -> Answer:
     if stream:
         options |= {"stream": True, "stream_options": {"include_usage": True}}
     if isinstance(case.prompt, str):
-        options["prompt"] = case.prompt
-        reply = client.completions.create(**options, **({"logprobs": 0} if logprobs else {}))
+        reply = client.completions.create(prompt=case.prompt, **options)
     else:
-        options["messages"] = case.prompt
-        reply = client.chat.completions.create(
-            **options, **({"logprobs": True} if logprobs else {})
-        )
-    events = list(reply) if stream else [reply]
-    return _collect(events, case.choices)
+        reply = client.chat.completions.create(messages=case.prompt, **options)
+    return _collect(list(reply) if stream else [reply], case.choices)
 
 
 def _collect(events: Sequence[Any], choices: int) -> Answer:
     texts = [""] * choices
     finishes = [""] * choices
-    pieces: list[str] = []
+    ids: list[tuple[int, ...]] = [()] * choices
     tokens = 0
     for event in events:
         if event.usage:
             tokens = event.usage.completion_tokens
         for choice in event.choices:
-            texts[choice.index] += _text(choice) or ""
+            texts[choice.index] += _text(choice)
             finishes[choice.index] = choice.finish_reason or finishes[choice.index]
-            if choice.index == 0:
-                pieces += _pieces(choice)
-    return Answer(tuple(texts), tuple(finishes), tokens, tuple(pieces))
+            ids[choice.index] += tuple(choice.token_ids)
+    return Answer(tuple(texts), tuple(finishes), tuple(ids), tokens)
 
 
-def _text(choice: Any) -> str | None:
+def _text(choice: Any) -> str:
     if hasattr(choice, "text"):
         return choice.text or ""
     message = choice.delta if hasattr(choice, "delta") else choice.message
     return message.content or ""
 
 
-def _pieces(choice: Any) -> list[str]:
-    """The tokens' own texts, where logprobs were asked for."""
-    logprobs = getattr(choice, "logprobs", None)
-    if logprobs is None:
-        return []
-    if getattr(logprobs, "content", None) is not None:
-        return [entry.token for entry in logprobs.content]
-    return list(logprobs.tokens or [])
-
-
-def same(got: Answer, want: Answer) -> bool:
-    return (got.texts, got.finishes, got.tokens) == (want.texts, want.finishes, want.tokens)
-
-
 def compare(
     base_url: str, cases: Sequence[Case], wanted: Sequence[Answer]
 ) -> dict[str, list[bool]]:
-    """For each case: equal when streamed, when not, and with logprobs' tokens too."""
+    """For each case whether it is equal, streamed and not."""
     from openai import OpenAI
 
     client = OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=300)
     found: dict[str, list[bool]] = {"plain": [], "stream": []}
     for case, want in zip(cases, wanted, strict=True):
-        plain = ask(client, case, stream=False, logprobs=False)
-        streamed = ask(client, case, stream=True, logprobs=True)
-        found["plain"].append(same(plain, want))
-        found["stream"].append(same(streamed, want) and _pieces_fit(streamed, want, case))
-        for how, got in (("plain", plain), ("stream", streamed)):
-            if not found[how][-1]:
+        for how in found:
+            got = ask(client, case, stream=how == "stream")
+            found[how].append(got == want)
+            if got != want:
                 print(f"differs ({how}): {case.name}\n  got  {got}\n  want {want}", file=sys.stderr)
     client.close()
     return found
-
-
-def _pieces_fit(got: Answer, want: Answer, case: Case) -> bool:
-    """The tokens named by logprobs are as many as were counted."""
-    return len(got.pieces) == want.tokens // case.choices
 
 
 def main(quick: bool) -> None:
     folder = model_dir()
     reference = Reference(folder)
     cases = make_cases(reference, load_tokenizer(folder), quick)
-    wanted = [reference.answer(case) for case in cases]
+    wanted = [wanted_answer(reference, case) for case in cases]
     results = {}
     pools: dict[str, dict[str, Any]] = {
         "pd": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}},
@@ -248,7 +184,7 @@ def main(quick: bool) -> None:
         with tempfile.TemporaryDirectory() as work, serving(spec(folder, **pool), Path(work)) as c:
             results[name] = compare(c.base_url, cases, wanted)
     rows = [
-        (case.name, len(reference.ids(case)), want.tokens, *_marks(results, i))
+        (case.name, len(reference.ids(case.prompt)), want.tokens, *_marks(results, i))
         for i, (case, want) in enumerate(zip(cases, wanted, strict=True))
     ]
     print(table(("case", "prompt", "tokens", "PD", "PD stream", "both", "both stream"), rows))
