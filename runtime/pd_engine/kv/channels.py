@@ -1,0 +1,185 @@
+"""The prefill worker's connections: made, welcomed, lent to one transfer at a time, reused."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pd_core.failures import FailureKind, RequestFailure
+from pd_core.kv import KvLayout
+from pd_engine.kv import frames, tcp
+from pd_engine.transfer import Verdict
+
+Peer = tuple[str, str]
+"""(address, epoch): a worker that restarted is somebody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSettings:
+    """Bounds and times (seconds)."""
+
+    max_lent: int = 128
+    max_idle: int = 32
+    connect_s: float = 5.0  # name, connection and handshake together
+    idle_s: float = 60.0
+
+
+class Borrower(Protocol):
+    """Who has a channel hears what comes back on it."""
+
+    def on_verdict(self, verdict: Verdict) -> None: ...
+
+    def on_lost(self, reason: str) -> None: ...
+
+
+class Channel:
+    """One welcomed connection. Its reader task notices at once when the peer closes."""
+
+    def __init__(self, sock: socket.socket, peer: Peer) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.borrower: Borrower | None = None
+        self.lost = ""
+        self.dirty = False  # a frame is out in part: the peer can't find the next one
+        self.idle_since = 0.0
+        self._scratch = memoryview(bytearray(tcp.BATCH_BYTES))
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+
+    async def send(self, head: bytes) -> None:
+        self.dirty = True
+        await asyncio.get_running_loop().sock_sendall(self.sock, head)
+        self.dirty = False
+
+    async def send_push(self, head: bytes, slices: list[memoryview]) -> None:
+        self.dirty = True
+        await asyncio.get_running_loop().sock_sendall(self.sock, head)
+        await tcp.send_payload(self.sock, slices, self._scratch)
+        self.dirty = False
+
+    async def heard_out(self, within_s: float) -> None:
+        """After a failed send: what the peer said before it closed may still be unread."""
+        await asyncio.wait({self._reader}, timeout=within_s)
+
+    async def close(self) -> None:
+        """Only by its borrower or, when idle, by the pool: nobody may be sending."""
+        self.borrower = None
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
+        self.sock.close()
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                reply = frames.parse_reply(await tcp.receive_message(self.sock))
+                if not isinstance(reply, Verdict):
+                    raise frames.FrameError("a second welcome")
+                if self.borrower is not None:
+                    self.borrower.on_verdict(reply)
+        except (OSError, tcp.ConnectionEnded, frames.FrameError) as e:
+            self.lost = f"connection to {self.peer[0]}: {e}"
+        if self.borrower is not None:
+            self.borrower.on_lost(self.lost)
+
+
+class Channels:
+    """Keyed by peer; each is lent to one transfer at a time."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        worker: str,
+        epoch: str,
+        settings: ChannelSettings,
+        clock: Callable[[], float],
+    ) -> None:
+        self._layout = layout
+        self._worker = worker
+        self._epoch = epoch
+        self._settings = settings
+        self._clock = clock
+        self._idle: list[Channel] = []  # the longest idle first
+        self._lent = asyncio.Semaphore(settings.max_lent)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def idle_count(self) -> int:
+        return len(self._idle)
+
+    async def borrow(self, peer: Peer, borrower: Borrower) -> Channel:
+        """An idle channel to that peer, or a new one. Raises RequestFailure."""
+        await self._lent.acquire()
+        try:
+            channel = self._take_idle(peer) or await self._open(peer)
+        except BaseException:
+            self._lent.release()
+            raise
+        channel.borrower = borrower
+        return channel
+
+    async def give_back(self, channel: Channel, reuse: bool) -> None:
+        """Kept for the next transfer, if the peer would understand another frame on it."""
+        self._lent.release()
+        channel.borrower = None
+        if not reuse or channel.dirty or channel.lost:
+            await channel.close()
+            return
+        channel.idle_since = self._clock()
+        self._idle.append(channel)
+        if len(self._idle) > self._settings.max_idle:
+            await self._idle.pop(0).close()
+
+    def tick(self, now: float) -> None:
+        """Close what was idle too long or was closed by its peer."""
+        keep = []
+        for channel in self._idle:
+            if channel.lost or now - channel.idle_since >= self._settings.idle_s:
+                task = asyncio.get_running_loop().create_task(channel.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+            else:
+                keep.append(channel)
+        self._idle = keep
+
+    async def close(self) -> None:
+        """Close the idle ones; those lent out are their borrowers'."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*(c.close() for c in idle), *self._closing)
+
+    def _take_idle(self, peer: Peer) -> Channel | None:
+        for channel in reversed(self._idle):
+            if channel.peer == peer and not channel.lost:
+                self._idle.remove(channel)
+                return channel
+        return None
+
+    async def _open(self, peer: Peer) -> Channel:
+        address, epoch = peer
+        sock = None
+        try:
+            async with asyncio.timeout(self._settings.connect_s):
+                sock = await tcp.connect(address)
+                await self._shake_hands(sock, epoch)
+        except BaseException as e:
+            if sock is not None:
+                sock.close()
+            if isinstance(e, (OSError, ValueError, tcp.ConnectionEnded, frames.FrameError)):
+                raise RequestFailure(
+                    FailureKind.TRANSFER_FAILED, self._unreachable(address, e)
+                ) from e
+            raise
+        return Channel(sock, peer)
+
+    async def _shake_hands(self, sock: socket.socket, epoch: str) -> None:
+        hello = frames.encode_hello(self._worker, self._epoch, epoch, self._layout)
+        await asyncio.get_running_loop().sock_sendall(sock, hello)
+        reply = frames.parse_reply(await tcp.receive_message(sock))
+        if isinstance(reply, frames.Refusal):
+            raise RequestFailure(reply.failure.kind, reply.failure.message)
+        if not isinstance(reply, frames.Welcome) or reply.epoch != epoch:
+            raise frames.FrameError("no welcome from the worker that was meant")
+
+    def _unreachable(self, address: str, e: BaseException) -> str:
+        if isinstance(e, TimeoutError):
+            return f"no KV connection to {address} within {self._settings.connect_s:g} s"
+        return f"no KV connection to {address}: {e}"

@@ -1,0 +1,287 @@
+"""The KV plane's frames: bytes on the socket <-> plain values. Pure.
+
+On the socket: a big-endian uint32 length, then a KvFrame (sender to target) or a
+KvReply (target to sender). After a push's frame follow its `payload_bytes`.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from pd_core.failures import Failure, FailureKind
+from pd_core.kv import PROTOCOL_VERSION, KvLayout
+from pd_engine.transfer import AbortHead, KvRange, PushHead, SealHead, TransferId, Verdict
+from pd_engine.types import Finish, TokenOut
+from pd_proto.v1 import engine_pb2 as pb
+
+LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 128 * 1024
+"""Without payload. The largest is a seal: some 250 bytes a choice with 20 top logprobs."""
+
+_LENGTH = struct.Struct(">I")
+_FINISH_TO_PB = {
+    None: pb.FINISH_UNSPECIFIED,
+    Finish.STOP: pb.FINISH_STOP,
+    Finish.LENGTH: pb.FINISH_LENGTH,
+}
+_FINISH_FROM_PB = {v: k for k, v in _FINISH_TO_PB.items()}
+
+
+class FrameError(Exception):
+    """The peer sent what is no frame of this protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a connection. `layout_text` is for messages, `layout_hash` decides."""
+
+    protocol_version: int
+    worker: str
+    epoch: str
+    target_epoch: str
+    layout_hash: str
+    layout_text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    failure: Failure
+
+
+Frame = Hello | PushHead | SealHead | AbortHead
+Reply = Welcome | Refusal | Verdict
+
+
+def refuse(hello: Hello, worker: str, epoch: str, layout: KvLayout) -> Failure | None:
+    """Why a target with this layout and epoch takes nothing from that sender."""
+    if hello.target_epoch != epoch:
+        return Failure(
+            FailureKind.TRANSFER_FAILED,
+            f"{hello.worker} looks for epoch {hello.target_epoch} of {worker}, "
+            f"which restarted: it is {epoch} now",
+        )
+    if hello.protocol_version != PROTOCOL_VERSION or hello.layout_hash != layout.layout_hash:
+        return Failure(
+            FailureKind.LAYOUT_MISMATCH,
+            f"{hello.worker} has KV of {hello.layout_text}; {worker} has {layout.describe()}",
+        )
+    return None
+
+
+# ---- lengths ------------------------------------------------------------------------
+
+
+def frame_length(prefix: bytes) -> int:
+    """The length that announces a frame, checked before anything is allocated for it."""
+    (length,) = _LENGTH.unpack(prefix)
+    if not 0 < length <= MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
+    return int(length)
+
+
+def _framed(body: bytes) -> bytes:
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} can be sent")
+    return _LENGTH.pack(len(body)) + body
+
+
+# ---- frames: sender -> target ---------------------------------------------------------
+
+
+def encode_hello(worker: str, epoch: str, target_epoch: str, layout: KvLayout) -> bytes:
+    hello = pb.KvHello(
+        protocol_version=PROTOCOL_VERSION,
+        worker=worker,
+        epoch=epoch,
+        target_epoch=target_epoch,
+        model_hash=layout.model_hash,
+        kv_format=kv_format(layout),
+        layout_hash=layout.layout_hash,
+    )
+    return _framed(pb.KvFrame(hello=hello).SerializeToString())
+
+
+def encode_push(head: PushHead) -> bytes:
+    push = pb.KvPush(
+        grant=head.grant,
+        id=_id_to_pb(head.id),
+        layer_start=head.range.layer_start,
+        layer_count=head.range.layer_count,
+        block_start=head.range.block_start,
+        block_count=head.range.block_count,
+        payload_bytes=head.payload_bytes,
+        checksum=head.checksum,
+    )
+    return _framed(pb.KvFrame(push=push).SerializeToString())
+
+
+def encode_seal(head: SealHead) -> bytes:
+    seal = pb.KvSeal(
+        grant=head.grant,
+        id=_id_to_pb(head.id),
+        token_count=head.token_count,
+        payload_bytes=head.payload_bytes,
+        coverage=head.coverage,
+        first=[token_to_pb(t) for t in head.first],
+        cached_tokens=head.cached_tokens,
+    )
+    return _framed(pb.KvFrame(seal=seal).SerializeToString())
+
+
+def encode_abort(head: AbortHead) -> bytes:
+    abort = pb.KvAbort(grant=head.grant, id=_id_to_pb(head.id), reason=head.reason)
+    return _framed(pb.KvFrame(abort=abort).SerializeToString())
+
+
+def parse_frame(body: bytes) -> Frame:
+    frame = pb.KvFrame()
+    try:
+        frame.ParseFromString(body)
+        match frame.WhichOneof("frame"):
+            case "hello":
+                return _hello(frame.hello)
+            case "push":
+                return _push(frame.push)
+            case "seal":
+                return _seal(frame.seal)
+            case "abort":
+                a = frame.abort
+                return AbortHead(a.grant, _id_from_pb(a.id), a.reason)
+    except (DecodeError, KeyError) as e:
+        raise FrameError(f"not a KvFrame: {e}") from e
+    raise FrameError("a KvFrame of no known kind")
+
+
+def _hello(m: pb.KvHello) -> Hello:
+    return Hello(
+        protocol_version=m.protocol_version,
+        worker=m.worker,
+        epoch=m.epoch,
+        target_epoch=m.target_epoch,
+        layout_hash=m.layout_hash,
+        layout_text=describe_format(m.model_hash, m.kv_format),
+    )
+
+
+def _push(m: pb.KvPush) -> PushHead:
+    return PushHead(
+        grant=m.grant,
+        id=_id_from_pb(m.id),
+        range=KvRange(m.layer_start, m.layer_count, m.block_start, m.block_count),
+        payload_bytes=m.payload_bytes,
+        checksum=m.checksum,
+    )
+
+
+def _seal(m: pb.KvSeal) -> SealHead:
+    return SealHead(
+        grant=m.grant,
+        id=_id_from_pb(m.id),
+        token_count=m.token_count,
+        payload_bytes=m.payload_bytes,
+        coverage=m.coverage,
+        first=tuple(token_from_pb(t) for t in m.first),
+        cached_tokens=m.cached_tokens,
+    )
+
+
+# ---- replies: target -> sender ----------------------------------------------------------
+
+
+def encode_reply(reply: Reply) -> bytes:
+    match reply:
+        case Welcome():
+            message = pb.KvReply(welcome=pb.KvWelcome(epoch=reply.epoch))
+        case Refusal():
+            failure = reply.failure
+            refusal = pb.KvRefusal(reason=failure.message, kind=failure.kind)
+            message = pb.KvReply(refusal=refusal)
+        case Verdict():
+            verdict = pb.KvVerdict(
+                grant=reply.grant,
+                id=_id_to_pb(reply.id),
+                committed=reply.committed,
+                reason=reply.reason,
+            )
+            message = pb.KvReply(verdict=verdict)
+    return _framed(message.SerializeToString())
+
+
+def parse_reply(body: bytes) -> Reply:
+    reply = pb.KvReply()
+    try:
+        reply.ParseFromString(body)
+    except DecodeError as e:
+        raise FrameError(f"not a KvReply: {e}") from e
+    match reply.WhichOneof("reply"):
+        case "welcome":
+            return Welcome(reply.welcome.epoch)
+        case "refusal":
+            return Refusal(Failure.from_wire(reply.refusal.kind, reply.refusal.reason))
+        case "verdict":
+            v = reply.verdict
+            return Verdict(v.grant, _id_from_pb(v.id), v.committed, v.reason)
+    raise FrameError("a KvReply of no known kind")
+
+
+# ---- parts that other messages share ------------------------------------------------------
+
+
+def kv_format(layout: KvLayout) -> pb.KvFormat:
+    return pb.KvFormat(
+        dtype=layout.dtype,
+        quantization=layout.quantization,
+        block_tokens=layout.block_tokens,
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        block_bytes=layout.block_bytes,
+        protocol_version=layout.protocol_version,
+    )
+
+
+def describe_format(model_hash: str, m: pb.KvFormat) -> str:
+    """Like KvLayout.describe(), also for formats that this version doesn't know."""
+    return (
+        f"model {model_hash[:12]}, {m.dtype}, quantization {m.quantization}, "
+        f"{m.block_tokens} tokens a block, {m.layers} layers x {m.kv_heads} "
+        f"KV heads x {m.head_dim}, protocol {m.protocol_version}"
+    )
+
+
+def token_to_pb(token: TokenOut, handle: int = 0) -> pb.TokenOut:
+    """`handle` is set in Tokens only."""
+    return pb.TokenOut(
+        handle=handle,
+        choice=token.choice,
+        index=token.index,
+        token=token.token,
+        finish=_FINISH_TO_PB[token.finish],
+        logprob=token.logprob,
+        top=[pb.TopLogprob(token=t, logprob=p) for t, p in token.top],
+    )
+
+
+def token_from_pb(m: pb.TokenOut) -> TokenOut:
+    return TokenOut(
+        choice=m.choice,
+        index=m.index,
+        token=m.token,
+        finish=_FINISH_FROM_PB[m.finish],
+        logprob=m.logprob if m.HasField("logprob") else None,
+        top=tuple((t.token, t.logprob) for t in m.top),
+    )
+
+
+def _id_to_pb(id: TransferId) -> pb.TransferId:
+    return pb.TransferId(request=id.request, attempt=id.attempt)
+
+
+def _id_from_pb(m: pb.TransferId) -> TransferId:
+    return TransferId(m.request, m.attempt)

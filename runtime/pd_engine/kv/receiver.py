@@ -1,0 +1,253 @@
+"""The decode worker's listening side: frames in, payload into the pool, verdicts out.
+
+One task a connection. Only that task receives, so "the receive has returned" is a
+place in its code: `_payload`, where `push_end` is called whatever happened.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pd_engine.imports import Accept, ImportAction, Imports, Reject
+from pd_engine.kv import frames, tcp
+from pd_engine.kv.memory import KvMemory
+from pd_engine.transfer import AbortHead, PushHead, SealHead, Verdict
+
+log = logging.getLogger(__name__)
+
+_GONE = (OSError, tcp.ConnectionEnded, frames.FrameError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverSettings:
+    """Bounds of what peers can make us hold. Times in seconds."""
+
+    max_connections: int = 256
+    handshake_s: float = 5.0
+    reply_s: float = 5.0  # for the peer to take a reply
+    idle_s: float = 300.0  # longer than senders keep an idle connection
+    linger_s: float = 1.0  # for the peer to read the last verdict
+
+
+class KvReceiver:
+    """Accepts senders and drives Imports with what they send."""
+
+    def __init__(
+        self,
+        imports: Imports,
+        memory: KvMemory,
+        worker: str,
+        epoch: str,
+        apply: Callable[[Sequence[ImportAction]], None],
+        clock: Callable[[], float],
+        settings: ReceiverSettings,
+    ) -> None:
+        self.imports = imports
+        self.memory = memory
+        self.worker = worker
+        self.epoch = epoch
+        self.apply = apply
+        self.clock = clock
+        self.settings = settings
+        self._numbers = itertools.count(1)
+        self._connections: dict[int, _Connection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sock: socket.socket | None = None
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._connections)
+
+    async def start(self, host: str, port: int) -> str:
+        """Returns the bound address."""
+        self._sock = await tcp.listen(host, port)
+        self._spawn(self._accept(self._sock))
+        bound = self._sock.getsockname()
+        return tcp.join_address(bound[0], bound[1])
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+    def answer(self, number: int, verdict: Verdict, close: bool) -> None:
+        """Send a verdict on a connection, if it still is."""
+        connection = self._connections.get(number)
+        if connection is not None:
+            connection.answer(verdict, close)
+
+    def tick(self, now: float) -> None:
+        for connection in list(self._connections.values()):
+            if now - connection.active_at >= self.settings.idle_s:
+                connection.end()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as e:
+                # Out of descriptors, or a peer that left in between: the listener lives on.
+                log.warning("KV plane: accept failed: %s", e)
+                await asyncio.sleep(0.1)
+                continue
+            if len(self._connections) >= self.settings.max_connections:
+                log.warning("KV plane: refused a connection, %d are open", len(self._connections))
+                sock.close()
+                continue
+            tcp.configure(sock)
+            self._serve(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = _Connection(self, next(self._numbers), sock)
+        self._connections[connection.number] = connection
+        connection.task = self._spawn(connection.run())
+
+        def ended(_: asyncio.Task[None]) -> None:
+            # Here, since a task that is cancelled before its first step runs no code at all.
+            self._connections.pop(connection.number, None)
+            sock.close()
+
+        connection.task.add_done_callback(ended)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+class _Connection:
+    """One accepted connection."""
+
+    def __init__(self, receiver: KvReceiver, number: int, sock: socket.socket) -> None:
+        self.number = number
+        self.task: asyncio.Task[None] | None = None
+        self.active_at = receiver.clock()
+        self._receiver = receiver
+        self._sock = sock
+        self._outbox: list[Verdict] = []
+        self._ending = False
+        self._scratch = memoryview(bytearray(tcp.BATCH_BYTES))
+
+    def answer(self, verdict: Verdict, close: bool) -> None:
+        """Called by this connection's own task, or (then always to close) by another."""
+        if self._ending:
+            return
+        self._outbox.append(verdict)
+        if close:
+            self.end()
+
+    def end(self) -> None:
+        """Stop receiving, now; what is in the outbox is still sent."""
+        self._ending = True
+        if self.task is not None and asyncio.current_task() is not self.task:
+            self.task.cancel()
+
+    async def run(self) -> None:
+        receiver = self._receiver
+        try:
+            await self._serve()
+        except _GONE as e:
+            log.debug("KV connection %d: %s", self.number, e)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._ending or task is None:
+                raise
+            task.uncancel()
+        except Exception:
+            log.exception("KV connection %d", self.number)
+        finally:
+            receiver.apply(receiver.imports.connection_closed(self.number))
+        if self._ending:
+            with contextlib.suppress(*_GONE):
+                await self._farewell()
+
+    async def _serve(self) -> None:
+        async with asyncio.timeout(self._receiver.settings.handshake_s):
+            if not await self._handshake():
+                return
+        while not self._ending:
+            frame = frames.parse_frame(await tcp.receive_message(self._sock))
+            self.active_at = self._receiver.clock()
+            await self._take(frame)
+            await self._flush()
+            # A full socket never makes us wait, so give the loop's others their turn.
+            await asyncio.sleep(0)
+
+    async def _handshake(self) -> bool:
+        receiver = self._receiver
+        hello = frames.parse_frame(await tcp.receive_message(self._sock))
+        if not isinstance(hello, frames.Hello):
+            raise frames.FrameError("the first frame is no hello")
+        failure = frames.refuse(hello, receiver.worker, receiver.epoch, receiver.memory.layout)
+        if failure is not None:
+            log.warning("KV plane: refused: %s", failure.message)
+            await self._send(frames.Refusal(failure))
+            self._ending = True
+            return False
+        await self._send(frames.Welcome(receiver.epoch))
+        return True
+
+    async def _take(self, frame: frames.Frame) -> None:
+        receiver = self._receiver
+        now = receiver.clock()
+        match frame:
+            case PushHead():
+                begun = receiver.imports.push_begin(self.number, frame, now)
+                if isinstance(begun, Reject):
+                    receiver.apply(begun.actions)
+                else:
+                    await self._payload(begun)
+            case SealHead():
+                receiver.apply(receiver.imports.seal(self.number, frame, now))
+            case AbortHead():
+                receiver.apply(receiver.imports.abort(self.number, frame))
+            case frames.Hello():
+                raise frames.FrameError("a second hello")
+
+    async def _payload(self, accept: Accept) -> None:
+        receiver = self._receiver
+        checksum = None
+        try:
+            slices = receiver.memory.slices(
+                accept.block_ids, accept.layer_start, accept.layer_count
+            )
+            checksum = await tcp.receive_payload(
+                self._sock, slices, self._scratch, self._progressed
+            )
+        finally:
+            now = receiver.clock()
+            receiver.apply(receiver.imports.push_end(self.number, checksum, now))
+
+    def _progressed(self) -> None:
+        self.active_at = self._receiver.clock()
+        self._receiver.imports.push_progress(self.number, self.active_at)
+
+    async def _flush(self) -> None:
+        while self._outbox:
+            await self._send(self._outbox.pop(0))
+
+    async def _send(self, reply: frames.Reply) -> None:
+        data = frames.encode_reply(reply)
+        async with asyncio.timeout(self._receiver.settings.reply_s):
+            await asyncio.get_running_loop().sock_sendall(self._sock, data)
+
+    async def _farewell(self) -> None:
+        """Send what is left, and let the peer read it: closing a socket with unread bytes
+        resets the connection, which can overtake the verdict."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._receiver.settings.linger_s):
+            await self._flush()
+            self._sock.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv_into(self._sock, self._scratch):
+                await asyncio.sleep(0)

@@ -1,0 +1,192 @@
+"""A prefill and a decode worker's KV planes in one loop, for tests: pools with known bytes,
+callbacks that are recorded and can be awaited."""
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pd_core.failures import Failure
+from pd_core.kv import KvLayout
+from pd_engine.kv.memory import KvMemory
+from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane, KvSettings
+from pd_engine.types import RequestKey, TokenOut
+from pd_proto.v1 import engine_pb2 as pb
+
+WAIT_S = 20.0
+LAYOUT = KvLayout("a" * 64, "float32", block_tokens=4, layers=6, kv_heads=2, head_dim=8)
+"""Slices of 512 B, blocks of 3,072 B."""
+
+
+def first_tokens(*choices: int) -> tuple[TokenOut, ...]:
+    return tuple(TokenOut(c, 0, 100 + c, None, -0.5, ((7, -0.5), (8, -1.5))) for c in choices)
+
+
+@dataclass
+class Recorder:
+    """KvCallbacks that keeps all it is told, as (name, key, …)."""
+
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def _note(self, *event: Any) -> None:
+        self.events.append(event)
+        self.changed.set()
+
+    def on_committed(
+        self, key: RequestKey, first: tuple[TokenOut, ...], stats: ImportStats
+    ) -> None:
+        self._note("committed", key, first, stats)
+
+    def on_import_failed(self, key: RequestKey, failure: Failure) -> None:
+        self._note("import_failed", key, failure)
+
+    def on_import_quarantined(self, key: RequestKey) -> None:
+        self._note("quarantined", key)
+
+    def on_import_released(self, key: RequestKey) -> None:
+        self._note("released", key)
+
+    def on_export_sealed(self, key: RequestKey, stats: ExportStats) -> None:
+        self._note("sealed", key, stats)
+
+    def on_export_done(self, key: RequestKey, committed: bool) -> None:
+        self._note("done", key, committed)
+
+    def on_export_failed(self, key: RequestKey, failure: Failure) -> None:
+        self._note("export_failed", key, failure)
+
+    def names(self, key: RequestKey) -> list[str]:
+        return [e[0] for e in self.events if e[1] == key]
+
+    def find(self, name: str, key: RequestKey) -> tuple[Any, ...] | None:
+        return next((e for e in self.events if e[0] == name and e[1] == key), None)
+
+    async def wait(self, name: str, key: RequestKey) -> tuple[Any, ...]:
+        return await self.wait_any((name,), key)
+
+    async def wait_any(self, names: tuple[str, ...], key: RequestKey) -> tuple[Any, ...]:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                self.changed.clear()
+                for name in names:
+                    found = self.find(name, key)
+                    if found is not None:
+                        return found
+                await self.changed.wait()
+
+
+@dataclass
+class Worker:
+    """One plane with its pool."""
+
+    plane: KvPlane
+    told: Recorder
+    pool: bytearray
+    memory: KvMemory
+    layout: KvLayout
+    epoch: str
+    address: str = ""
+
+    def block(self, block_id: int) -> bytes:
+        size = self.layout.block_bytes
+        return bytes(self.pool[block_id * size : (block_id + 1) * size])
+
+    def blocks(self, ids: tuple[int, ...]) -> list[bytes]:
+        return [self.block(i) for i in ids]
+
+
+async def worker(
+    name: str,
+    *,
+    layout: KvLayout = LAYOUT,
+    blocks: int = 64,
+    epoch: str = "",
+    settings: KvSettings | None = None,
+    seed: int | None = None,
+    port: int = 0,
+    clock: Callable[[], float] | None = None,
+) -> Worker:
+    """A started plane; `seed` fills its pool with random bytes, otherwise they are zeros."""
+    size = blocks * layout.block_bytes
+    pool = bytearray(random.Random(seed).randbytes(size) if seed is not None else size)
+    memory = KvMemory(memoryview(pool), layout)
+    told = Recorder()
+    epoch = epoch or f"{name}-epoch-1"
+    extra = {} if clock is None else {"clock": clock}
+    plane = KvPlane(layout, memory, name, epoch, told, settings, **extra)
+    made = Worker(plane, told, pool, memory, layout, epoch)
+    made.address = await plane.start("127.0.0.1", port)
+    return made
+
+
+def target(decode: Worker, grant: bytes, prefix_blocks: int = 0, address: str = "") -> pb.KvTarget:
+    return pb.KvTarget(
+        worker="decode",
+        epoch=decode.epoch,
+        kv_address=address or decode.address,
+        layout_hash=decode.layout.layout_hash,
+        transport="tcp",
+        grant=grant,
+        prefix_tokens=prefix_blocks * decode.layout.block_tokens,
+    )
+
+
+@dataclass
+class Transfer:
+    """One transfer's two ends: keys, blocks and sizes."""
+
+    key: RequestKey
+    tokens: int
+    source: tuple[int, ...]
+    destination: tuple[int, ...]
+    prefix_blocks: int = 0
+    choices: tuple[int, ...] = (0,)
+
+    def open(self, prefill: Worker, decode: Worker, address: str = "", lease_s: float = 30) -> None:
+        grant = decode.plane.open_import(
+            self.key,
+            f"request-{self.key}",
+            1,
+            self.destination,
+            self.prefix_blocks,
+            self.choices,
+            asyncio.get_running_loop().time(),
+            token_count=self.tokens,
+        )
+        prefill.plane.open_export(
+            self.key,
+            f"request-{self.key}",
+            1,
+            target(decode, grant, self.prefix_blocks, address),
+            self.source,
+            self.tokens,
+            lease_s,
+        )
+
+    def seal(self, prefill: Worker, cached_tokens: int = 0) -> None:
+        prefill.plane.seal_export(self.key, first_tokens(*self.choices), cached_tokens)
+
+    def check_bytes(self, prefill: Worker, decode: Worker) -> None:
+        skip = self.prefix_blocks
+        assert decode.blocks(self.destination[skip:]) == prefill.blocks(self.source[skip:])
+
+
+def transfer(
+    number: int,
+    tokens: int,
+    *,
+    layout: KvLayout = LAYOUT,
+    prefix_blocks: int = 0,
+    choices: tuple[int, ...] = (0,),
+    at: int = 0,
+    pool: int = 64,
+) -> Transfer:
+    """Blocks that are neither in order nor the same at both ends."""
+    count = layout.blocks_for(tokens)
+    ids = list(range(at, pool))
+    random.Random(number).shuffle(ids)
+    source = tuple(ids[:count])
+    random.Random(number + 1).shuffle(ids)
+    return Transfer((1, number), tokens, source, tuple(ids[:count]), prefix_blocks, choices)
