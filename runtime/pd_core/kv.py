@@ -6,6 +6,7 @@ contiguous slice.
 """
 
 import hashlib
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,17 @@ class KvLayout:
         return -(-tokens // self.block_tokens)
 
 
+def prefix_root(salt: bytes = b"") -> bytes:
+    """Where a chain of prefix hashes begins. `salt` separates tenants."""
+    return hashlib.blake2b(b"pd-prefix" + salt, digest_size=PREFIX_HASH_BYTES).digest()
+
+
+def next_prefix_hash(parent: bytes, block: Sequence[int]) -> bytes:
+    """The hash of one whole block of tokens behind `parent`, the chain so far."""
+    body = struct.pack(f"<{len(block)}I", *block)
+    return hashlib.blake2b(parent + body, digest_size=PREFIX_HASH_BYTES).digest()
+
+
 def prefix_hashes(
     token_ids: Sequence[int], block_tokens: int, salt: bytes = b""
 ) -> Iterator[bytes]:
@@ -76,9 +88,7 @@ def prefix_hashes(
     Block i's hash covers blocks 0..i, so equal hashes mean equal prefixes. `salt`
     separates tenants.
     """
-    parent = hashlib.blake2b(b"pd-prefix" + salt, digest_size=PREFIX_HASH_BYTES).digest()
+    parent = prefix_root(salt)
     for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
-        block = token_ids[start : start + block_tokens]
-        body = b"".join(t.to_bytes(4, "little") for t in block)
-        parent = hashlib.blake2b(parent + body, digest_size=PREFIX_HASH_BYTES).digest()
+        parent = next_prefix_hash(parent, token_ids[start : start + block_tokens])
         yield parent

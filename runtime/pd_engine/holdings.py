@@ -1,0 +1,168 @@
+"""Which requests there are, what blocks each holds, and how all of it is given back. Pure."""
+
+from bisect import insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from pd_engine.blocks import BlockPool
+from pd_engine.sequence import Sequence, Stage, Task
+from pd_engine.types import Batch, Load, RequestKey, Row
+
+_BY_RANK = attrgetter("rank")
+
+
+class Holdings:
+    """The scheduler's books. A sequence is waiting, running or granted, never two of these.
+
+    What a step may read or write keeps its owner until the step ends, whatever happens to
+    the request meanwhile: see `free`.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.tasks: dict[RequestKey, Task] = {}
+        self.waiting: list[Sequence] = []  # by rank; they hold nothing
+        self.running: list[Sequence] = []  # by rank; they have blocks and compute
+        self.granted: dict[RequestKey, Sequence] = {}  # their KV is on the way
+        self.exports: dict[RequestKey, list[int]] = {}  # computed, pinned for a transfer
+        self.quarantine: dict[RequestKey, list[int]] = {}
+        self.flight: Batch | None = None
+        self.steps: list[tuple[Sequence, Row]] = []  # of the batch in flight
+        self.keys: dict[int, RequestKey] = {}  # of the batch in flight, by seq_id
+        self._deferred: list[int] = []
+
+    def knows(self, key: RequestKey) -> bool:
+        return key in self.tasks or key in self.exports or key in self.quarantine
+
+    def wait(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=_BY_RANK)
+
+    def run(self, seq: Sequence) -> None:
+        insort(self.running, seq, key=_BY_RANK)
+
+    # ---- the batch in flight ---------------------------------------------------------
+
+    def take_off(self, batch: Batch, steps: list[tuple[Sequence, Row]]) -> None:
+        self.flight, self.steps = batch, steps
+        self.keys = {seq.id: seq.task.req.key for seq, _ in steps}
+
+    def land(self, batch: Batch) -> list[tuple[Sequence, Row]]:
+        """The step has ended: what was let go of meanwhile can have a new owner."""
+        if self.flight is not batch:
+            raise AssertionError(f"step {batch.step} isn't the one in flight")
+        self.flight = None
+        self.release_deferred()
+        return self.steps
+
+    def defer(self, blocks: list[int]) -> None:
+        """These blocks keep one owner until the batch in flight, or in the making, has ended."""
+        self._deferred += blocks
+
+    def release_deferred(self) -> None:
+        blocks, self._deferred = self._deferred, []
+        self.pool.release(blocks)
+
+    # ---- giving back -----------------------------------------------------------------
+
+    def free(self, seq: Sequence) -> None:
+        """A sequence lets go of its blocks; while a step runs they aren't given to others."""
+        blocks = seq.table + seq.spare
+        seq.forget()
+        if self.flight is None:
+            self.pool.release(blocks)
+        else:
+            self.defer(blocks)
+
+    def retire(self, seq: Sequence) -> bool:
+        """One choice has ended; True when it was the request's last one."""
+        self.running.remove(seq)
+        self.free(seq)
+        seq.task.sequences.remove(seq)
+        if seq.task.sequences:
+            return False
+        self.close(seq.task)
+        return True
+
+    def end(self, task: Task, quarantine: bool = False) -> None:
+        """A request gives back all that it holds, wherever it is."""
+        granted = self.granted.pop(task.req.key, None)
+        if granted is not None:
+            self._give_back_grant(granted, quarantine)
+        for seq in task.sequences:
+            for line in (self.running, self.waiting):
+                if seq in line:
+                    line.remove(seq)
+            self.free(seq)
+        self.close(task)
+
+    def close(self, task: Task) -> None:
+        """The request is over; its blocks are given back, or pinned as an export."""
+        task.stage = Stage.OVER
+        task.sequences = []
+        del self.tasks[task.req.key]
+
+    def _give_back_grant(self, seq: Sequence, quarantine: bool) -> None:
+        prefix, own = seq.table[: seq.task.prefix_blocks], seq.table[seq.task.prefix_blocks :]
+        own += seq.spare
+        seq.forget()
+        self.pool.release(prefix)
+        if quarantine:
+            self.pool.quarantine(own)
+            self.quarantine[seq.task.req.key] = own
+        else:
+            self.pool.revoke(own)
+
+    def release_export(self, key: RequestKey) -> None:
+        task = self.tasks.get(key)
+        if task is not None and task.exports:
+            self.end(task)
+        self.pool.release(self.exports.pop(key, []))
+
+    def release_quarantine(self, key: RequestKey) -> None:
+        self.pool.unquarantine(self.quarantine.pop(key, []))
+
+    # ---- questions -------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Anybody waits for anything, or holds anything."""
+        return bool(self.tasks or self.exports or self.quarantine or self.flight)
+
+    def load(self) -> Load:
+        counts = self.pool.counts()
+        grants = sum(seq.awaits_grant for seq in self.waiting)
+        return Load(
+            queued=len(self.waiting) - grants,
+            running=len(self.running),
+            waiting_grants=grants,
+            pending_tokens=sum(seq.pending for seq in self.waiting if not seq.awaits_grant)
+            + sum(seq.pending for seq in self.running if seq.pending > 1),
+            kv_blocks=counts.total,
+            kv_free=counts.free,
+            kv_cached=counts.cached,
+            kv_active=counts.active,
+            kv_granted=counts.granted,
+            kv_quarantined=counts.quarantined,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books agree with the pool, block by block."""
+        self.pool.check(self._owned())
+        for line in (self.waiting, self.running):
+            if line != sorted(line, key=_BY_RANK):
+                raise AssertionError("a queue is out of order")
+        here = {*self.waiting, *self.running, *self.granted.values()}
+        if len(here) != len(self.waiting) + len(self.running) + len(self.granted):
+            raise AssertionError("a sequence is at two places")
+        if here != {seq for task in self.tasks.values() for seq in task.sequences}:
+            raise AssertionError("a sequence without a request, or the reverse")
+
+    def _owned(self) -> Iterator[int]:
+        yield from self._deferred
+        for seq in (*self.waiting, *self.running):
+            yield from seq.table
+            yield from seq.spare
+        for seq in self.granted.values():
+            yield from seq.table[: seq.task.prefix_blocks]
+        for blocks in self.exports.values():
+            yield from blocks

@@ -1,0 +1,156 @@
+"""What the scheduler keeps of a request: a Task, with a Sequence for each chain of tokens. Pure."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pd_core.failures import Failure, FailureKind
+from pd_core.kv import next_prefix_hash, prefix_root
+from pd_engine.types import Finish, Mode, Request, Row, Sampled, SampleSpec, TokenOut
+
+Rank = tuple[int, int, int]
+"""(-priority, arrival, place among the choices): the smaller one goes first, everywhere."""
+
+
+class Stage(Enum):
+    WAITING = "waiting"  # holds nothing, has never been admitted
+    GRANTED = "granted"  # an IMPORT whose blocks are set aside while its KV is on the way
+    ADMITTED = "admitted"  # its sequences run, or wait to run again after a preemption
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One request. `limit` is the most tokens (prompt and output) that a sequence may reach."""
+
+    req: Request
+    added: float
+    limit: int
+    stage: Stage = Stage.WAITING
+    admitted: float = 0.0
+    cached_tokens: int = 0  # of the prompt, found in the cache when it was admitted
+    prefilled: bool = False  # token 0 of each choice is drawn
+    prefix_blocks: int = 0  # an IMPORT's leading blocks that this worker had
+    sequences: list["Sequence"] = field(default_factory=list)  # those that haven't ended
+
+    @property
+    def exports(self) -> bool:
+        return self.req.mode is Mode.EXPORT
+
+    @property
+    def final_tokens(self) -> int:
+        """Tokens of a sequence that isn't stopped early."""
+        return min(self.req.prompt_tokens + self.req.sampling.max_tokens, self.limit)
+
+    def token_out(self, choice: int, length: int, drawn: Sampled) -> TokenOut:
+        """A drawn token as it leaves, which makes its sequence `length` tokens long."""
+        index = length - 1 - self.req.prompt_tokens
+        finish = self._finish(index, length, drawn.token)
+        return TokenOut(choice, index, drawn.token, finish, drawn.logprob, drawn.top)
+
+    def wrong_first_tokens(self, first: tuple[TokenOut, ...]) -> Failure | None:
+        """Why an IMPORT can't go on behind these tokens, or None."""
+        if tuple(out.choice for out in first) != self.req.choices or any(
+            out.index != self.req.first_index for out in first
+        ):
+            wanted = f"index {self.req.first_index} of choices {self.req.choices}"
+            return Failure(FailureKind.TRANSFER_FAILED, f"expected {wanted}, got {first}")
+        length = len(self.req.token_ids) + 1
+        if length >= self.final_tokens and any(out.finish is None for out in first):
+            message = f"{length} tokens fill this worker's limit of {self.final_tokens}"
+            return Failure(FailureKind.CONTEXT_TOO_LONG, message)
+        return None
+
+    def _finish(self, index: int, length: int, token: int) -> Finish | None:
+        sampling = self.req.sampling
+        if (
+            token in sampling.stop_token_ids
+            and not sampling.ignore_eos
+            and index >= sampling.min_tokens
+        ):
+            return Finish.STOP
+        return Finish.LENGTH if length >= self.final_tokens else None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One chain of tokens and the blocks with its KV.
+
+    All choices of a request are one sequence until their first tokens are drawn. `table`
+    holds the KV of positions below `computed`, and room for what is computed next; `spare`
+    are blocks that are reserved for later positions.
+    """
+
+    id: int
+    task: Task
+    rank: Rank
+    choices: tuple[int, ...]
+    tokens: list[int]
+    hashes: list[bytes] = field(default_factory=list)  # of the first whole blocks of `tokens`
+    table: list[int] = field(default_factory=list)
+    spare: list[int] = field(default_factory=list)
+    computed: int = 0
+    registered: int = 0  # blocks of the table that the prefix cache knows
+    stalled: bool = False  # it found no block for its next token
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose KV isn't computed; 1 means that it decodes."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def slots(self) -> int:
+        """Rows that it takes, or will take, in a step."""
+        return 1 if self.task.exports else len(self.choices)
+
+    @property
+    def awaits_grant(self) -> bool:
+        return self.task.stage is Stage.WAITING and self.task.req.mode is Mode.IMPORT
+
+    def outgrows(self, block_tokens: int) -> bool:
+        """It will need another block than those it has, if nothing stops it early."""
+        if self.spare or self.task.exports:
+            return False
+        return len(self.table) * block_tokens < self.task.final_tokens - 1
+
+    def hash_blocks(self, count: int, block_tokens: int) -> list[bytes]:
+        """Chained hashes of the first `count` whole blocks; each is computed once."""
+        hashes = self.hashes
+        while len(hashes) < count:
+            parent = hashes[-1] if hashes else prefix_root(self.task.req.cache_salt)
+            start = len(hashes) * block_tokens
+            hashes.append(next_prefix_hash(parent, self.tokens[start : start + block_tokens]))
+        return hashes[:count]
+
+    def row(self, count: int) -> Row:
+        """Its next `count` tokens, with draws when they are the last ones.
+
+        The row refers to the table itself: nothing changes that while a step runs.
+        """
+        start = self.computed
+        samples: tuple[SampleSpec, ...] = ()
+        if count == self.pending:
+            req = self.task.req
+            index = len(self.tokens) - req.prompt_tokens
+            samples = tuple(SampleSpec(choice, index, req.sampling) for choice in self.choices)
+        return Row(self.id, self.tokens[start : start + count], start, self.table, samples)
+
+    def fork(self, number: int, place: int, first: TokenOut) -> "Sequence":
+        """The sequence of one choice after its first token. The caller shares the blocks."""
+        priority, arrival, _ = self.rank
+        return Sequence(
+            id=number,
+            task=self.task,
+            rank=(priority, arrival, place),
+            choices=(first.choice,),
+            tokens=[*self.tokens, first.token],
+            hashes=self.hashes.copy(),
+            table=self.table.copy(),
+            computed=self.computed,
+            registered=self.registered,
+        )
+
+    def forget(self) -> None:
+        """Its blocks are gone: all is to be computed again. Rows in flight keep their table."""
+        self.table, self.spare = [], []
+        self.computed = self.registered = 0
+        self.stalled = False
