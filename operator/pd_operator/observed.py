@@ -1,0 +1,170 @@
+"""PURE. What exists, as Kubernetes objects, and the few facts that decisions need of it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pd_operator.api import Role
+from pd_operator.podparts import Manifest
+from pd_operator.podspec import REVISION_LABEL, ROLE_LABEL, ROUTER
+
+_IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
+
+
+class Ref(NamedTuple):
+    """An object within the cluster's namespace."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a pod doesn't get ready, in the user's terms; `reason` is stable CamelCase."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """`ordinal` is the number of a StatefulSet's pod; -1 for others."""
+
+    name: str
+    component: str
+    revision: str
+    ip: str
+    ordinal: int
+    ready: bool
+    terminating: bool
+    restarts: int
+    problem: Problem | None
+
+    @property
+    def serves(self) -> bool:
+        return self.ready and not self.terminating
+
+
+@dataclass(frozen=True, slots=True)
+class SetView:
+    """A StatefulSet of a pool and its pods, by ordinal."""
+
+    name: str
+    role: Role
+    revision: str
+    replicas: int
+    created: str
+    pods: tuple[PodView, ...] = ()
+
+    @property
+    def serving(self) -> int:
+        return sum(pod.serves for pod in self.pods)
+
+    def serving_below(self, ordinal: int) -> int:
+        """Serving pods that a scale-in to so many replicas leaves."""
+        return sum(pod.serves for pod in self.pods if pod.ordinal < ordinal)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """All objects of one cluster."""
+
+    objects: Mapping[Ref, Manifest]
+    sets: tuple[SetView, ...]
+    routers: tuple[PodView, ...]
+
+    def pool_sets(self, role: Role) -> tuple[SetView, ...]:
+        return tuple(item for item in self.sets if item.role is role)
+
+
+def observe(objects: Iterable[Manifest]) -> Observed:
+    """The view of a cluster's objects, pods included."""
+    by_ref = {Ref(item["kind"], item["metadata"]["name"]): item for item in objects}
+    pods = [pod_view(item) for ref, item in by_ref.items() if ref.kind == "Pod"]
+    sets = [
+        _set_view(item, pods)
+        for ref, item in by_ref.items()
+        if ref.kind == "StatefulSet" and _label(item, ROLE_LABEL) in list(Role)
+    ]
+    sets.sort(key=lambda item: (item.created, item.name))
+    routers = tuple(pod for pod in pods if pod.component == ROUTER)
+    return Observed(by_ref, tuple(sets), routers)
+
+
+def _label(item: Manifest, label: str) -> str:
+    return str(item["metadata"].get("labels", {}).get(label, ""))
+
+
+def _set_view(item: Manifest, pods: Iterable[PodView]) -> SetView:
+    metadata = item["metadata"]
+    revision, role = _label(item, REVISION_LABEL), Role(_label(item, ROLE_LABEL))
+    mine = [pod for pod in pods if pod.component == role and pod.revision == revision]
+    return SetView(
+        metadata["name"],
+        role,
+        revision,
+        int(item["spec"].get("replicas", 1)),
+        metadata.get("creationTimestamp", ""),
+        tuple(sorted(mine, key=lambda pod: pod.ordinal)),
+    )
+
+
+def pod_view(item: Manifest) -> PodView:
+    """The facts of a Pod object."""
+    metadata, status = item["metadata"], item.get("status", {})
+    statuses = status.get("containerStatuses", [])
+    tail = metadata["name"].rpartition("-")[2]
+    return PodView(
+        name=metadata["name"],
+        component=_label(item, ROLE_LABEL),
+        revision=_label(item, REVISION_LABEL),
+        ip=status.get("podIP", ""),
+        ordinal=int(tail) if tail.isdecimal() else -1,
+        ready=_condition(status, "Ready") == "True",
+        terminating="deletionTimestamp" in metadata,
+        restarts=sum(int(one.get("restartCount", 0)) for one in statuses),
+        problem=_problem(item),
+    )
+
+
+def _condition(status: Manifest, kind: str) -> str:
+    for condition in status.get("conditions", []):
+        if condition["type"] == kind:
+            return str(condition["status"])
+    return "Unknown"
+
+
+def _problem(pod: Manifest) -> Problem | None:
+    """The first thing that keeps a pod from being ready and won't pass by waiting."""
+    status = pod.get("status", {})
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return Problem(condition.get("reason", "Unschedulable"), condition.get("message", ""))
+    everyone = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    for one in everyone:
+        found = _container_problem(one)
+        if found is not None:
+            return found
+    return None
+
+
+def _container_problem(status: Manifest) -> Problem | None:
+    waiting = status.get("state", {}).get("waiting")
+    if waiting is None:
+        return None
+    reason = waiting.get("reason", "")
+    if reason in _IMAGE_REASONS:
+        message = waiting.get("message", "can't be pulled")
+        return Problem("ImagePullBackOff", f"image {status.get('image', '')}: {message}")
+    if reason == "CrashLoopBackOff":
+        return Problem(reason, f"{status['name']} {_how_it_ended(status)}")
+    if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
+        return Problem(reason, f"{status['name']}: {waiting.get('message', '')}")
+    return None
+
+
+def _how_it_ended(status: Manifest) -> str:
+    ended: Any = status.get("lastState", {}).get("terminated") or {}
+    lines = [line for line in str(ended.get("message", "")).splitlines() if line.strip()]
+    how = f"ended with exit code {ended.get('exitCode', 'unknown')}"
+    return f"{how}: {lines[-1].strip()}" if lines else how

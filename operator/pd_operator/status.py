@@ -1,0 +1,268 @@
+"""PURE. What exists -> the object's status: conditions, counts, columns."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pd_operator.api import Cluster, InvalidCluster, Role, Target
+from pd_operator.desired import Desired
+from pd_operator.fields import format_duration
+from pd_operator.observed import Observed, PodView
+from pd_operator.rollout import Plan
+from pd_operator.samples import Samples
+
+COLUMNS = ("NAME", "READY", "PREFILL", "DECODE", "TTFT", "TPOT", "MODEL", "AGE")
+_ROLE_CONDITION = {
+    Role.PREFILL: "PrefillReady",
+    Role.DECODE: "DecodeReady",
+    Role.COLOCATED: "ColocatedReady",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    type: str
+    status: bool | None
+    reason: str
+    message: str = ""
+
+
+def status_of(
+    cluster: Cluster,
+    desired: Desired,
+    observed: Observed,
+    plan: Plan,
+    samples: Samples,
+    previous: Mapping[str, Any],
+    now: str,
+) -> dict[str, Any]:
+    """The status of an object. `now` is RFC 3339; a condition that didn't change keeps
+    its time of transition from `previous`."""
+    pools = [_pool_ready(pool.role, pool.replicas, observed) for pool in desired.pools]
+    router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
+    conditions = [
+        _ready([*pools, router], plan),
+        _available(desired, observed),
+        _progressing(plan),
+        _degraded(observed),
+        *pools,
+        router,
+        _Condition("ScalingActive", False, "FixedReplicas"),
+        _slo_met(cluster, samples),
+    ]
+    status: dict[str, Any] = {
+        "observedGeneration": cluster.generation,
+        "model": cluster.model.name,
+        "router": {
+            "desired": cluster.router.replicas,
+            "ready": sum(pod.serves for pod in observed.routers),
+        },
+        "conditions": _documents(conditions, cluster.generation, previous, now),
+    }
+    for pool in desired.pools:
+        status[pool.role.value] = _pool_status(pool.role, pool.replicas, pool.revision, observed)
+    for name, value_s in (
+        ("ttft", samples.ttft_s(_percentile(cluster.slo.ttft))),
+        ("tpot", samples.tpot_s(_percentile(cluster.slo.tpot))),
+    ):
+        if value_s is not None:
+            status[name] = format_latency(value_s)
+    return status
+
+
+def invalid_status(
+    error: InvalidCluster, generation: int, previous: Mapping[str, Any], now: str
+) -> dict[str, Any]:
+    """The status of an object that can't be read: what runs stays as it is."""
+    text = "; ".join(str(one) for one in error.errors)
+    kept = [_from_document(one) for one in previous.get("conditions", [])]
+    others = [one for one in kept if one.type not in ("Ready", "Progressing")]
+    conditions = [
+        _Condition("Ready", False, "InvalidSpec", text),
+        _Condition("Progressing", False, "InvalidSpec", "what runs stays as it is"),
+        *others,
+    ]
+    documents = _documents(conditions, generation, previous, now)
+    return {**previous, "observedGeneration": generation, "conditions": documents}
+
+
+def format_latency(seconds: float) -> str:
+    """Two significant digits, so that a status isn't rewritten for noise."""
+    if seconds <= 0:
+        return "0ms"
+    milliseconds = float(f"{seconds * 1000:.2g}")
+    if milliseconds >= 10_000:
+        return f"{milliseconds / 1000:g}s"
+    return f"{milliseconds:g}ms"
+
+
+def columns(document: Mapping[str, Any], now: datetime) -> dict[str, str]:
+    """What `kubectl get pdc` shows of an object."""
+    status = document.get("status", {})
+    conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
+    colocated = status.get("colocated", {}).get("readiness")
+    return {
+        "NAME": document["metadata"]["name"],
+        "READY": conditions.get("Ready", "Unknown"),
+        "PREFILL": status.get("prefill", {}).get("readiness") or colocated or "-",
+        "DECODE": status.get("decode", {}).get("readiness") or colocated or "-",
+        "TTFT": status.get("ttft", "-"),
+        "TPOT": status.get("tpot", "-"),
+        "MODEL": status.get("model") or document["spec"]["model"]["name"],
+        "AGE": _age(document["metadata"].get("creationTimestamp", ""), now),
+    }
+
+
+def timestamp(now: datetime) -> str:
+    """RFC 3339 in UTC, to the second, as Kubernetes writes it."""
+    return now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _age(created: str, now: datetime) -> str:
+    if not created:
+        return "-"
+    seconds = max(0, int((now - datetime.fromisoformat(created)).total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"
+
+
+def _percentile(target: Target | None) -> float:
+    return target.percentile if target else 99.0
+
+
+def _members(role: Role, observed: Observed) -> list[PodView]:
+    return [pod for item in observed.pool_sets(role) for pod in item.pods]
+
+
+def _pool_status(role: Role, replicas: int, revision: str, observed: Observed) -> dict[str, Any]:
+    pods = _members(role, observed)
+    ready = sum(pod.serves for pod in pods)
+    return {
+        "desired": replicas,
+        "ready": ready,
+        "draining": sum(pod.terminating for pod in pods),
+        "restarts": sum(pod.restarts for pod in pods),
+        "revision": revision,
+        "readiness": f"{ready}/{replicas}",
+    }
+
+
+def _pool_ready(role: Role, replicas: int, observed: Observed) -> _Condition:
+    return _group_ready(_ROLE_CONDITION[role], replicas, _members(role, observed))
+
+
+def _group_ready(kind: str, replicas: int, pods: Sequence[PodView]) -> _Condition:
+    ready = sum(pod.serves for pod in pods)
+    message = f"{ready} of {replicas} ready"
+    if replicas == 0:
+        return _Condition(kind, True, "ScaledToZero")
+    if ready >= replicas:
+        return _Condition(kind, True, "AllReady", message)
+    troubled = _first_problem(pods)
+    if troubled is None:
+        return _Condition(kind, False, "Starting", message)
+    reason, text = troubled
+    return _Condition(kind, False, reason, f"{message}; {text}")
+
+
+def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
+    for pod in pods:
+        if pod.problem is not None and not pod.terminating:
+            return pod.problem.reason, f"{pod.name}: {pod.problem.message}"
+    return None
+
+
+def _ready(parts: Sequence[_Condition], plan: Plan) -> _Condition:
+    for part in parts:
+        if not part.status:
+            return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
+    if plan.rolling:
+        return _Condition("Ready", False, "RollingOut", _rolling_text(plan))
+    if all(part.reason == "ScaledToZero" for part in parts[:-1]):
+        return _Condition("Ready", True, "ScaledToZero")
+    return _Condition("Ready", True, "AllReady")
+
+
+def _available(desired: Desired, observed: Observed) -> _Condition:
+    """Whether a request would find a router and a worker of each kind."""
+    if not any(pod.serves for pod in observed.routers):
+        return _Condition("Available", False, "NoRouter", "no router is ready")
+    for pool in desired.pools:
+        if not any(pod.serves for pod in _members(pool.role, observed)):
+            return _Condition("Available", False, "NoWorkers", f"no {pool.role} worker is ready")
+    return _Condition("Available", True, "Serving")
+
+
+def _rolling_text(plan: Plan) -> str:
+    return f"{' and '.join(sorted(plan.rolling))} on the way to a new revision"
+
+
+def _progressing(plan: Plan) -> _Condition:
+    if plan.blocked:
+        return _Condition("Progressing", False, "RolloutBlocked", plan.blocked)
+    if plan.rolling:
+        return _Condition("Progressing", True, "RollingOut", _rolling_text(plan))
+    if plan.operations:
+        return _Condition("Progressing", True, "Applying")
+    return _Condition("Progressing", False, "UpToDate")
+
+
+def _degraded(observed: Observed) -> _Condition:
+    everyone = [*observed.routers, *(pod for item in observed.sets for pod in item.pods)]
+    troubled = _first_problem(everyone)
+    if troubled is None:
+        return _Condition("Degraded", False, "NoProblem")
+    return _Condition("Degraded", True, *troubled)
+
+
+def _slo_met(cluster: Cluster, samples: Samples) -> _Condition:
+    slo = cluster.slo
+    checks = []
+    if slo.ttft:
+        checks.append(("TTFT", slo.ttft, samples.ttft_s(slo.ttft.percentile)))
+    if slo.tpot:
+        checks.append(("TPOT", slo.tpot, samples.tpot_s(slo.tpot.percentile)))
+    if not checks:
+        return _Condition("SLOMet", None, "NoTarget")
+    known = [(name, target, value) for name, target, value in checks if value is not None]
+    if not known:
+        return _Condition("SLOMet", None, "NoData")
+    missed = [
+        f"p{target.percentile:g} {name} is {format_latency(value)}, "
+        f"target {format_duration(target.target_s)}"
+        for name, target, value in known
+        if value > target.target_s
+    ]
+    if missed:
+        return _Condition("SLOMet", False, "TargetMissed", "; ".join(missed))
+    return _Condition("SLOMet", True, "WithinTarget")
+
+
+def _documents(
+    conditions: Sequence[_Condition], generation: int, previous: Mapping[str, Any], now: str
+) -> list[dict[str, Any]]:
+    before = {one["type"]: one for one in previous.get("conditions", [])}
+    documents = []
+    for condition in conditions:
+        text = {True: "True", False: "False", None: "Unknown"}[condition.status]
+        old = before.get(condition.type)
+        unchanged = old is not None and old["status"] == text
+        documents.append(
+            {
+                "type": condition.type,
+                "status": text,
+                "reason": condition.reason,
+                "message": condition.message,
+                "observedGeneration": generation,
+                "lastTransitionTime": old["lastTransitionTime"] if old and unchanged else now,
+            }
+        )
+    return documents
+
+
+def _from_document(document: Mapping[str, Any]) -> _Condition:
+    status = {"True": True, "False": False}.get(document["status"])
+    return _Condition(document["type"], status, document["reason"], document["message"])
