@@ -13,11 +13,12 @@ from pd_engine.bundle import make_bundle
 from pd_engine.core import EngineCore
 from pd_engine.health import Health
 from pd_engine.kv.memory import KvMemory
-from pd_engine.kv.plane import KvPlane
+from pd_engine.kv.plane import KvPlane, KvSettings
 from pd_engine.metrics import Metrics
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.settings import Settings
+from pd_engine.transfer import ImportLimits
 from pd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger("pd_engine.assembly")
@@ -48,6 +49,11 @@ def load(settings: Settings) -> Loaded:
     )
     runner.warmup()
     return Loaded(runner, make_bundle(settings.model))
+
+
+def kv_settings(settings: Settings) -> KvSettings:
+    """The plane's settings that a worker's flags decide."""
+    return KvSettings(imports=ImportLimits(lease_s=settings.kv_lease_s))
 
 
 class Worker:
@@ -84,9 +90,9 @@ class Worker:
             settings.worker_name,
             self._epoch,
             self.core,
-            lease_s=settings.kv_lease_s,
+            kv_settings(settings),
         )
-        await plane.start(settings.host, settings.kv_port if settings.imports else None)
+        self.core.kv_address = await plane.start(settings.host, settings.kv_port)
         self.core.plane = plane
         self._server, port = await server.serve(
             self.core, self._epoch, settings.host, settings.work_port
@@ -111,13 +117,12 @@ class Worker:
     def _hello(self, work_port: int) -> pb.Hello:
         settings, runner = self._settings, self._loaded.runner
         layout = runner.layout
-        plane = self.core.plane
         return pb.Hello(
             worker=settings.worker_name,
             epoch=self._epoch,
             role=_ROLES[settings.role],
             work_address=f"{settings.host}:{work_port}",
-            kv_address=plane.address if plane is not None else "",
+            kv_address=self.core.kv_address if settings.imports else "",
             transports=["tcp"],
             model=settings.served_name,
             model_hash=layout.model_hash,

@@ -32,6 +32,7 @@ from pd_engine.types import (
     Prefilled,
     RequestFailed,
     RequestKey,
+    Row,
     SchedulerEvent,
     StepOutput,
     TokenOut,
@@ -69,8 +70,6 @@ class _Live:
     lease_s: float = 0.0
     exporting: bool = False
     granted: bool = False  # an IMPORT whose KV has not come yet
-    quarantined: bool = False
-    sent: pb.Prefilled | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +92,7 @@ class EngineCore:
         self._runner = runner
         self.metrics = metrics
         self.plane: KvPlane | None = None
+        self.kv_address = ""
         self._live: dict[RequestKey, _Live] = {}
         self._streams: dict[int, Outbox] = {}
         self._next_stream = 1
@@ -275,20 +275,31 @@ class EngineCore:
                 continue
             if self.plane is None:
                 continue
-            request = self.scheduler.request(key)
-            blocks = self._runner.layout.blocks_for(len(request.token_ids))
+            if self._open_export(key, live, live.target, row) and row.start:
+                # What the prefix cache had is final already.
+                self.plane.export_progress(key, row.start)
+
+    def _open_export(self, key: RequestKey, live: _Live, target: pb.KvTarget, row: Row) -> bool:
+        if self.plane is None:
+            raise AssertionError("an export without a KV plane")
+        request = self.scheduler.request(key)
+        blocks = self._runner.layout.blocks_for(len(request.token_ids))
+        live.exporting = True
+        try:
             self.plane.open_export(
                 key,
                 request.request_id,
                 request.attempt,
-                live.target,
+                target,
                 tuple(row.block_table[:blocks]),
                 len(request.token_ids),
                 live.lease_s,
             )
-            live.exporting = True
-            if row.start:  # what the prefix cache had is final already
-                self.plane.export_progress(key, row.start)
+        except RequestFailure as error:
+            live.exporting = False
+            self.on_export_failed(key, error.failure)
+            return False
+        return True
 
     def _poll(self) -> None:
         self._deliver(self.scheduler.poll(time.monotonic()))
@@ -334,8 +345,9 @@ class EngineCore:
             request.attempt,
             event.block_ids,
             event.prefix_blocks,
-            len(request.token_ids),
             request.choices,
+            time.monotonic(),
+            token_count=len(request.token_ids),
         )
         self.metrics.grant_wait(event.wait_s)
         live.outbox.put(
@@ -346,7 +358,7 @@ class EngineCore:
                     prefix_tokens=event.prefix_blocks * self._runner.layout.block_tokens,
                     ttl_s=self._settings.kv_lease_s,
                     wait_s=event.wait_s,
-                    kv_address=self.plane.address,
+                    kv_address=self.kv_address,
                 )
             )
         )
@@ -412,17 +424,13 @@ class EngineCore:
 
     def on_import_quarantined(self, key: RequestKey) -> None:
         """A receive still writes into the blocks: nobody else may have them yet."""
-        live = self._live.get(key)
-        if live is not None:
-            live.quarantined = True
-            self.scheduler.cancel(key, time.monotonic(), quarantine=True)
+        self.scheduler.cancel(key, time.monotonic(), quarantine=True)
 
     def on_import_released(self, key: RequestKey) -> None:
-        live = self._live.pop(key, None)
-        if live is not None and live.quarantined:
-            self.scheduler.release_quarantine(key)
-        elif live is not None:
-            self.scheduler.cancel(key, time.monotonic())
+        self._live.pop(key, None)
+        now = time.monotonic()
+        self.scheduler.cancel(key, now)
+        self.scheduler.release_quarantine(key)
         self.commands_done()
 
     def on_export_sealed(self, key: RequestKey, stats: ExportStats) -> None:
@@ -431,9 +439,14 @@ class EngineCore:
 
     def on_export_done(self, key: RequestKey, committed: bool) -> None:
         """The target has answered, or its lease is over: the blocks are ours again."""
-        if self._live.pop(key, None) is None:
+        live = self._live.pop(key, None)
+        if live is None:
             return
         self.metrics.export_done(committed)
+        if not committed and live.target is not None:
+            # The decode worker tells the router too, if it knows of the grant at all.
+            message = f"decode worker {live.target.worker} did not take the KV"
+            self._refuse(live, FailureKind.TRANSFER_FAILED, message)
         self.scheduler.release_export(key)
         self.commands_done()
 

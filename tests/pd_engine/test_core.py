@@ -1,0 +1,467 @@
+"""Two engine cores, prefill and decode, with the real scheduler and the real KV plane.
+
+The model is fake (tests/pd_engine/fake_runner.py): a token is right only when all KV
+behind it is. Covers the hand-over, n > 1, prefix hits, cancelling at every stage, failed
+steps, streams that end, draining, and that all blocks are accounted for afterwards.
+"""
+
+import asyncio
+import contextlib
+import re
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from pd_engine.assembly import kv_settings
+from pd_engine.blocks import BlockPool
+from pd_engine.core import EngineCore
+from pd_engine.kv.memory import KvMemory
+from pd_engine.kv.plane import KvPlane
+from pd_engine.metrics import Metrics
+from pd_engine.outbox import Outbox
+from pd_engine.scheduler import Scheduler, SchedulerConfig
+from pd_engine.settings import parse
+from pd_proto.v1 import engine_pb2 as pb
+from tests.pd_engine.fake_runner import FakeRunner, reference
+
+DEADLINE_S = 20.0
+
+
+class Engine:
+    """A core with its plane, and one router's stream to it."""
+
+    def __init__(self, role: str, num_blocks: int, chunk_tokens: int, flags: str = "") -> None:
+        self.name = role
+        self.runner = FakeRunner(num_blocks)
+        base = f"--role {role} --model x --served-name m --worker-name {role}-0 --host 127.0.0.1"
+        self.settings = parse([*base.split(), *flags.split()])
+        config = SchedulerConfig(
+            max_batch_tokens=64,
+            chunk_tokens=chunk_tokens,
+            max_running=16,
+            max_queued=16,
+            max_model_tokens=4096,
+            recompute_max_tokens=4096,
+        )
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, self.runner.layout.block_tokens))
+        metrics = Metrics("m", role, f"{role}-0")
+        metrics.follow(self.scheduler.load)
+        self.core = EngineCore(self.settings, self.scheduler, self.runner, metrics)
+        self.stream, self.outbox = self.core.open_stream()
+        self.events: list[pb.Event] = []
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def start(self) -> None:
+        plane = KvPlane(
+            self.runner.layout,
+            KvMemory(self.runner.kv_buffer, self.runner.layout),
+            self.settings.worker_name,
+            f"epoch-{self.name}",
+            self.core,
+            kv_settings(self.settings),
+        )
+        self.core.kv_address = await plane.start("127.0.0.1", 0)
+        self.core.plane = plane
+        self._tasks = [
+            asyncio.create_task(self.core.run()),
+            asyncio.create_task(self._collect(self.outbox)),
+        ]
+
+    async def close(self) -> None:
+        if self.runner.gate is not None:
+            self.runner.gate.release(1000)
+        await self.core.stop()
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*self._tasks)
+        assert self.core.plane is not None
+        await self.core.plane.close()
+
+    async def _collect(self, outbox: Outbox) -> None:
+        while (reply := await outbox.take()) is not None:
+            self.events.extend(reply.events)
+            self._changed.set()
+
+    def send(self, **command: Any) -> None:
+        self.core.handle(self.stream, pb.Command(**command))
+        self.core.commands_done()
+
+    async def event_of_failure(self, handle: int) -> pb.Failed:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for event in self.events:
+                    if event.HasField("failed") and event.failed.handle == handle:
+                        return event.failed
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def event(self, kind: str, handle: int) -> Any:
+        """The first event of a kind for a request; fails the test when a failure comes first."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for event in self.events:
+                    which = event.WhichOneof("event")
+                    message = getattr(event, which)
+                    if which in (kind, "failed") and getattr(message, "handle", None) == handle:
+                        assert which == kind, f"{handle} failed: {message}"
+                        return message
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def tokens(self, handle: int, choice: int, last_index: int) -> list[int]:
+        """A choice's tokens from Tokens events, up to an index; checks that they're contiguous."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                found = [
+                    token
+                    for event in self.events
+                    for token in event.tokens.tokens
+                    if token.handle == handle and token.choice == choice
+                ]
+                if found and found[-1].index >= last_index:
+                    first = found[0].index
+                    assert [t.index for t in found] == list(range(first, first + len(found)))
+                    return [t.token for t in found]
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits for a state of the core that no event tells."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def idle(self) -> None:
+        """All blocks free or cached, nothing granted, quarantined or active."""
+        await self.until(lambda: not self.scheduler.busy and not self.core._live)
+        load = self.scheduler.load()
+        assert load.kv_free + load.kv_cached == load.kv_blocks == self.runner.num_blocks
+        assert load.kv_active == load.kv_granted == load.kv_quarantined == 0
+
+    def hold_steps(self) -> threading.Semaphore:
+        self.runner.started.clear()
+        self.runner.gate = threading.Semaphore(0)
+        return self.runner.gate
+
+
+def generate(handle: int, prompt: list[int], **changes: Any) -> pb.Generate:
+    fields: dict[str, Any] = {
+        "handle": handle,
+        "id": pb.TransferId(request=f"r{handle}", attempt=1),
+        "token_ids": prompt,
+        "prompt_tokens": len(prompt),
+        "choices": [0],
+        "sampling": pb.Sampling(max_tokens=8),
+        "deadline_s": 60.0,
+        "grant_wait_s": 10.0,
+    }
+    return pb.Generate(**{**fields, **changes})
+
+
+def prefill(of: pb.Generate, granted: pb.Granted, **target: Any) -> pb.Prefill:
+    fields: dict[str, Any] = {
+        "worker": "decode-0",
+        "epoch": "epoch-decode",
+        "kv_address": granted.kv_address,
+        "grant": granted.grant,
+        "prefix_tokens": granted.prefix_tokens,
+        "transport": "tcp",
+    }
+    return pb.Prefill(
+        handle=of.handle,
+        id=of.id,
+        token_ids=of.token_ids,
+        prompt_tokens=of.prompt_tokens,
+        choices=of.choices,
+        sampling=of.sampling,
+        deadline_s=of.deadline_s,
+        target=pb.KvTarget(**{**fields, **target}),
+    )
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    blocks: int = 64, chunk_tokens: int = 6, flags: str = ""
+) -> AsyncIterator[tuple[Engine, Engine]]:
+    p = Engine("prefill", blocks, chunk_tokens, flags)
+    d = Engine("decode", blocks, chunk_tokens, flags)
+    await p.start()
+    await d.start()
+    try:
+        yield p, d
+    finally:
+        await p.close()
+        await d.close()
+
+
+async def hand_over(p: Engine, d: Engine, request: pb.Generate) -> pb.Committed:
+    d.send(generate=request)
+    granted = await d.event("granted", request.handle)
+    p.send(prefill=prefill(request, granted))
+    await p.event("prefilled", request.handle)
+    return await d.event("committed", request.handle)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 23, 24, 25, 100])
+def test_pd_tokens_equal_the_models(length: int) -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            prompt = list(range(7, 7 + length))
+            committed = await hand_over(p, d, generate(1, prompt))
+            wanted = reference(prompt, 8)
+            assert [t.token for t in committed.first] == wanted[:1]
+            assert await d.tokens(1, 0, 7) == wanted[1:]
+            await d.idle()
+            await p.idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 30])
+def test_local_tokens_equal_the_models(length: int) -> None:
+    async def run() -> None:
+        async with pair() as (_, d):
+            prompt = list(range(3, 3 + length))
+            d.send(generate=generate(1, prompt, prefill_here=True))
+            first = await d.event("prefilled", 1)
+            wanted = reference(prompt, 8)
+            assert [t.token for t in first.first] == wanted[:1]
+            assert await d.tokens(1, 0, 7) == wanted[1:]
+            await d.idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_three_choices_share_one_transfer(length: int) -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            prompt = list(range(length))
+            request = generate(1, prompt, choices=[0, 1, 2])
+            committed = await hand_over(p, d, request)
+            assert committed.kv_bytes == d.runner.layout.block_bytes * -(-length // 4)
+            for choice in range(3):
+                wanted = reference(prompt, 8, choice)
+                assert [t.token for t in committed.first if t.choice == choice] == wanted[:1]
+                assert await d.tokens(1, choice, 7) == wanted[1:]
+            await d.idle()
+            await p.idle()
+
+    asyncio.run(run())
+
+
+def test_a_resumed_request_goes_on_at_the_next_index() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            prompt = list(range(10))
+            wanted = reference(prompt, 8)
+            request = generate(1, prompt + wanted[:3], prompt_tokens=10)
+            committed = await hand_over(p, d, request)
+            assert [(t.index, t.token) for t in committed.first] == [(3, wanted[3])]
+            assert await d.tokens(1, 0, 7) == wanted[4:]
+
+    asyncio.run(run())
+
+
+def test_the_second_time_neither_side_repeats_what_it_has() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            prompt = list(range(40))
+            first = await hand_over(p, d, generate(1, prompt))
+            await d.tokens(1, 0, 7)
+            await d.idle()
+            await p.idle()
+            again = await hand_over(p, d, generate(2, prompt))
+            assert (await d.event("granted", 2)).prefix_tokens == 40
+            assert first.kv_bytes == 10 * d.runner.layout.block_bytes
+            assert again.kv_bytes == 0
+            # All N tokens are cached; N-1, in whole blocks, are taken and the rest computed.
+            assert (await p.event("prefilled", 2)).cached_tokens == 36
+            assert await d.tokens(2, 0, 7) == reference(prompt, 8)[1:]
+            await d.idle()
+
+    asyncio.run(run())
+
+
+def test_token_0_ends_it_and_the_grant_goes_back() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            request = generate(1, [1, 2, 3], sampling=pb.Sampling(max_tokens=1))
+            committed = await hand_over(p, d, request)
+            assert committed.first[0].finish == pb.FINISH_LENGTH
+            await d.idle()
+            await p.idle()
+            assert not [e for e in d.events if e.HasField("tokens")]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stage", ["queued", "granted", "prefilling", "sealed", "decoding"])
+def test_cancel_frees_everything_at_every_stage(stage: str) -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            request = generate(1, list(range(30)), sampling=pb.Sampling(max_tokens=2000))
+            p_gate, d_gate = p.hold_steps(), d.hold_steps()
+            if stage == "queued":
+                d.send(generate=generate(9, list(range(200, 420)), prefill_here=True))
+            d.send(generate=request)
+            if stage != "queued":
+                granted = await d.event("granted", 1)
+            if stage in ("prefilling", "sealed", "decoding"):
+                p.send(prefill=prefill(request, granted))
+                await p.until(p.runner.started.is_set)
+            if stage in ("sealed", "decoding"):
+                p_gate.release(100)
+                await d.event("committed", 1)
+            if stage == "decoding":
+                d_gate.release(3)
+                await d.tokens(1, 0, 2)
+            for engine in (d, p):
+                engine.send(cancel=pb.Cancel(handle=1))
+            if stage == "queued":
+                d.send(cancel=pb.Cancel(handle=9))
+            p_gate.release(1000)
+            d_gate.release(1000)
+            await d.idle()
+            await p.idle()
+            # The next request is none the worse for it.
+            await hand_over(p, d, generate(2, list(range(50, 75))))
+            assert await d.tokens(2, 0, 7) == reference(list(range(50, 75)), 8)[1:]
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_ends_takes_its_requests_with_it() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            sampling = pb.Sampling(max_tokens=2000)
+            await hand_over(p, d, generate(1, list(range(20)), sampling=sampling))
+            d.send(generate=generate(2, list(range(60, 90))))
+            await d.event("granted", 2)
+            d.core.close_stream(d.stream)
+            await d.idle()
+            await p.idle()
+
+    asyncio.run(run())
+
+
+def test_a_failed_step_ends_its_requests_and_the_worker_goes_on() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            d.runner.fail_next = RuntimeError("bad weights")
+            d.send(generate=generate(1, [1, 2, 3], prefill_here=True))
+            failed = await d.event_of_failure(1)
+            assert failed.kind == "step_failed"
+            assert "bad weights" in failed.message
+            await d.idle()
+            await hand_over(p, d, generate(2, [1, 2, 3]))
+            assert await d.tokens(2, 0, 7) == reference([1, 2, 3], 8)[1:]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "words"),
+    [
+        ({"epoch": "epoch-of-before"}, "transfer_failed", "epoch"),
+        ({"grant": b"0" * 16}, "transfer_failed", "no such grant|did not take the KV"),
+        ({"kv_address": "127.0.0.1:1"}, "transfer_failed", "127.0.0.1:1"),
+    ],
+)
+def test_a_wrong_target_fails_typed_and_frees_the_prefill_side(
+    target: dict[str, Any], kind: str, words: str
+) -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            request = generate(1, list(range(20)))
+            d.send(generate=request)
+            granted = await d.event("granted", 1)
+            p.send(prefill=prefill(request, granted, **target))
+            failed = await p.event_of_failure(1)
+            assert failed.kind == kind
+            assert re.search(words, failed.message)
+            await p.idle()
+            d.send(cancel=pb.Cancel(handle=1))
+            await d.idle()
+
+    asyncio.run(run())
+
+
+def test_a_grant_that_nobody_fills_expires_by_itself() -> None:
+    async def run() -> None:
+        async with pair(flags="--kv-lease-s 0.3") as (_, d):
+            d.send(generate=generate(1, list(range(20))))
+            await d.event("granted", 1)
+            failed = await d.event_of_failure(1)
+            assert failed.kind == "lease_expired"
+            await d.idle()
+
+    asyncio.run(run())
+
+
+def test_wrong_roles_are_refused() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            p.send(generate=generate(1, [1]))
+            assert "doesn't decode" in (await p.event_of_failure(1)).message
+            d.send(prefill=prefill(generate(2, [1]), pb.Granted()))
+            assert "doesn't export" in (await d.event_of_failure(2)).message
+
+    asyncio.run(run())
+
+
+def test_a_handle_in_use_is_refused_and_the_first_goes_on() -> None:
+    async def run() -> None:
+        async with pair() as (_, d):
+            gate = d.hold_steps()
+            d.send(generate=generate(1, [1, 2], prefill_here=True))
+            d.send(generate=generate(1, [3, 4], prefill_here=True))
+            assert "in use" in (await d.event_of_failure(1)).message
+            gate.release(100)
+            assert await d.tokens(1, 0, 7) == reference([1, 2], 8)[1:]
+
+    asyncio.run(run())
+
+
+def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
+    async def run() -> None:
+        async with pair() as (_, d):
+            d.send(generate=generate(1, [1, 2], prefill_here=True))
+            draining = asyncio.create_task(d.core.drain(DEADLINE_S))
+            await d.until(lambda: d.core.draining)
+            d.send(generate=generate(2, [3, 4], prefill_here=True))
+            assert (await d.event_of_failure(2)).kind == "draining"
+            assert await draining
+            assert await d.tokens(1, 0, 7) == reference([1, 2], 8)[1:]
+
+    asyncio.run(run())
+
+
+def test_what_outlasts_the_drain_is_handed_back() -> None:
+    async def run() -> None:
+        async with pair() as (_, d):
+            gate = d.hold_steps()
+            d.send(generate=generate(1, [1, 2], prefill_here=True))
+            assert not await d.core.drain(0.1)
+            assert (await d.event_of_failure(1)).kind == "draining"
+            gate.release(100)
+            await d.idle()
+
+    asyncio.run(run())
+
+
+def test_two_requests_that_each_need_one_more_block_both_end_right() -> None:
+    async def run() -> None:
+        async with pair(blocks=9) as (_, d):
+            prompts = {1: [1, 2, 3], 2: [4, 5, 6]}
+            for handle, prompt in prompts.items():
+                sampling = pb.Sampling(max_tokens=25)
+                request = generate(handle, prompt, sampling=sampling, prefill_here=True)
+                d.send(generate=request)
+            for handle, prompt in prompts.items():
+                assert await d.tokens(handle, 0, 24) == reference(prompt, 25)[1:]
+            await d.idle()
+
+    asyncio.run(run())
