@@ -1,0 +1,125 @@
+"""When a worker is late, and what that means for it. Pure: time is an argument.
+
+A worker that has work and shows no sign of it for too long is late: its breaker opens,
+so it gets nothing new and its requests move on. Once it shows life again, one request
+is let through (half open); if that one moves, all may come.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pd_router.fleet import LoadReport
+
+_FIRST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 30.0
+_STEPS = 20
+_LEAST_S = 2.0
+# A step with a whole long prompt in it takes as long as the prompt: allow a multiple of
+# what the worker measured at its start (long contexts and shared cores are slower).
+_PREFILL_ALLOWANCE = 4.0
+_UNKNOWN_TOKENS_PER_S = 100.0
+
+
+class State(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(slots=True)
+class Breaker:
+    """One worker's breaker. `probing`: the one request of the half-open state is out."""
+
+    state: State = State.CLOSED
+    probing: bool = False
+    reason: str = ""
+    _pause_s: float = field(default=_FIRST_PAUSE_S, repr=False)
+    _retry_at: float = field(default=0.0, repr=False)
+
+    @property
+    def lets_through(self) -> bool:
+        return self.state is State.CLOSED or (self.state is State.HALF_OPEN and not self.probing)
+
+    def trip(self, reason: str, now: float) -> None:
+        """The worker is late. Each time in a row it is left alone for twice as long."""
+        if self.state is not State.CLOSED:
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self.state = State.OPEN
+        self.probing = False
+        self.reason = reason
+        self._retry_at = now + self._pause_s
+
+    def alive(self, now: float) -> None:
+        """A heartbeat shows that it could work."""
+        if self.state is State.OPEN and now >= self._retry_at:
+            self.state = State.HALF_OPEN
+            self.probing = False
+
+    def sent(self) -> bool:
+        """A request went to it; says whether that is the probe."""
+        if self.state is not State.HALF_OPEN or self.probing:
+            return False
+        self.probing = True
+        return True
+
+    def moved(self) -> bool:
+        """A frame came; says whether that has closed the breaker."""
+        if self.state is not State.HALF_OPEN or not self.probing:
+            return False
+        self.state = State.CLOSED
+        self.probing = False
+        self.reason = ""
+        self._pause_s = _FIRST_PAUSE_S
+        return True
+
+    def probe_over(self) -> None:
+        """The probe ended; if it told nothing (its client left), another may go."""
+        self.probing = False
+
+
+@dataclass(slots=True)
+class Progress:
+    """Whether a worker that has work moves. Frames and steps count as moving."""
+
+    prefill_tokens_per_s: float = 0.0  # as measured by the worker; 0: unknown
+    expecting: int = 0  # live requests that wait for one of its steps
+    last: float = 0.0
+
+    def expect(self, now: float) -> None:
+        if self.expecting == 0:
+            self.last = now
+        self.expecting += 1
+
+    def expect_no_more(self) -> None:
+        self.expecting -= 1
+
+    def moved(self, now: float) -> None:
+        self.last = now
+
+    def heartbeat(self, before: LoadReport, load: LoadReport, now: float) -> bool:
+        """Takes a heartbeat in; says whether it proves that steps go on (or aren't due)."""
+        counted = bool(load.steps or before.steps)
+        # An engine that doesn't count its steps: any change in what it holds will do.
+        changed = load.steps != before.steps if counted else load != before
+        moves = changed or not load.busy
+        if moves:
+            self.last = now
+        return moves
+
+    def allowed_s(self, step_s: float, pending_tokens: int) -> float:
+        """How long it may be silent: 2 s, 20 steps, or what its prompts may take."""
+        rate = self.prefill_tokens_per_s or _UNKNOWN_TOKENS_PER_S
+        return max(_LEAST_S, _STEPS * step_s, _PREFILL_ALLOWANCE * pending_tokens / rate)
+
+    def late(self, step_s: float, pending_tokens: int, now: float) -> str | None:
+        """Why it is late, or None."""
+        if not self.expecting:
+            return None
+        silent_s = now - self.last
+        allowed_s = self.allowed_s(step_s, pending_tokens)
+        if silent_s <= allowed_s:
+            return None
+        return (
+            f"no step seen for {silent_s:.1f} s ({allowed_s:.1f} s are allowed) "
+            f"with {self.expecting} requests waiting for one"
+        )

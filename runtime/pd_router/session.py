@@ -1,0 +1,441 @@
+"""Runs requests: admission, then each request's walk, carried out over the workers' streams."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_proto.v1 import engine_pb2 as pb
+from pd_router import policy, wire
+from pd_router.admission import Admission, Verdict
+from pd_router.fleet import Role, WorkerView
+from pd_router.moves import (
+    Action,
+    CancelSide,
+    CloseSide,
+    Done,
+    Fail,
+    OpenDecode,
+    OpenPrefill,
+    Retried,
+    Side,
+    Token,
+    WalkConfig,
+)
+from pd_router.policy import Exclusions, Need, Placement, Unplaced
+from pd_router.prefixes import PromptHashes
+from pd_router.types import GenerateRequest, Sink, Timeline
+from pd_router.walk import Walk
+from pd_router.workers import Work, Workers
+
+log = logging.getLogger("pd_router.session")
+
+
+class MetricsHooks(Protocol):
+    """Told of what timelines alone don't count. Called in the loop; must not raise."""
+
+    def on_retry(self, failure: Failure) -> None:
+        """An attempt failed and another follows."""
+        ...
+
+    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
+        """A request ended: done (None), failed, or CLIENT_GONE after `cancel`."""
+        ...
+
+
+class NoHooks:
+    """Nobody counts."""
+
+    def on_retry(self, failure: Failure) -> None:
+        """Says nothing."""
+
+    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
+        """Says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionCounts:
+    running: int
+    queued: int
+
+
+class Sessions:
+    """Starts requests (`types.SessionsApi`). Make it in the event loop."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        admission: Admission | None = None,
+        config: WalkConfig | None = None,
+        hooks: MetricsHooks | None = None,
+    ) -> None:
+        self.workers = workers
+        self.admission = admission or Admission()
+        self.config = config or WalkConfig()
+        self.hooks: MetricsHooks = hooks or NoHooks()
+        self.loop = asyncio.get_running_loop()
+        self._live: dict[str, RunningGeneration] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        workers.on_change(self._workers_changed)
+
+    def start(self, request: GenerateRequest, sink: Sink) -> "RunningGeneration":
+        """Raises RequestFailure when refused at once. Calls the sink only after returning."""
+        self._refuse(request)
+        verdict = self.admission.offer(request.request_id, request.priority)
+        if isinstance(verdict, Failure):
+            raise RequestFailure(verdict.kind, verdict.message)
+        generation = RunningGeneration(self, request, sink)
+        self._live[request.request_id] = generation
+        self._idle.clear()
+        if verdict is Verdict.ADMITTED:
+            self.loop.call_soon(generation.admitted)
+        return generation
+
+    def counts(self) -> SessionCounts:
+        return SessionCounts(self.admission.running, self.admission.queued)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Takes nothing new; True when all that runs has ended in time."""
+        self._stopping = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Fails whatever still runs."""
+        self._stopping = True
+        for generation in list(self._live.values()):
+            generation.fail(Failure(FailureKind.DRAINING, "this router stops"))
+
+    def ended(self, request_id: str, timeline: Timeline, failure: Failure | None) -> None:
+        """A generation is over: its place goes to those who wait."""
+        if self._live.pop(request_id, None) is None:
+            return
+        for admitted in self.admission.release(request_id):
+            waiting = self._live.get(admitted)
+            if waiting is not None:
+                self.loop.call_soon(waiting.admitted)
+        if not self._live:
+            self._idle.set()
+        self.hooks.on_end(timeline, failure)
+
+    def _refuse(self, request: GenerateRequest) -> None:
+        """Raises for what no worker could ever do, or cannot do now."""
+        if self._stopping:
+            raise RequestFailure(FailureKind.DRAINING, "this router stops: try again")
+        if not request.token_ids or request.choices < 1 or request.sampling.max_tokens < 1:
+            raise RequestFailure(
+                FailureKind.INVALID_REQUEST,
+                f"{len(request.token_ids)} prompt tokens, {request.choices} choices, "
+                f"max_tokens = {request.sampling.max_tokens}: each must be at least 1",
+            )
+        if not request.deadline_s > 0:
+            raise RequestFailure(FailureKind.DEADLINE, f"deadline_s = {request.deadline_s:g}")
+        usable = [v for v in self.workers.views() if v.usable and v.role is not Role.PREFILL]
+        if not usable:
+            raise RequestFailure(FailureKind.NO_WORKERS, "no decode worker is usable now")
+        _refuse_size(len(request.token_ids), usable)
+
+    def _workers_changed(self) -> None:
+        for generation in list(self._live.values()):
+            generation.workers_changed()
+
+
+def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
+    """A prompt and one token must fit somewhere."""
+    tokens = prompt_tokens + 1
+    if any(view.holds(tokens) for view in usable):
+        return
+    context = max(view.max_model_tokens for view in usable)
+    start = f"the prompt has {prompt_tokens} tokens; with at least one token of output it must"
+    if tokens > context:
+        raise RequestFailure(
+            FailureKind.CONTEXT_TOO_LONG,
+            f"{start} fit the model's context of {context} tokens: shorten it",
+        )
+    pool = max(view.pool_tokens for view in usable)
+    raise RequestFailure(
+        FailureKind.POOL_TOO_SMALL,
+        f"{start} fit the KV pool of {pool} tokens: shorten it, or give the workers a larger one",
+    )
+
+
+class RunningGeneration:
+    """One request that runs (`types.Generation`)."""
+
+    def __init__(self, sessions: Sessions, request: GenerateRequest, sink: Sink) -> None:
+        self._sessions = sessions
+        self._request = request
+        self._sink = sink
+        self._timeline = Timeline(
+            request_id=request.request_id,
+            accepted=time.monotonic(),
+            prompt_tokens=len(request.token_ids),
+        )
+        self.walk = Walk(request, self._place, self._timeline, sessions.config)
+        self.works: dict[Side, Work] = {}
+        self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
+        self._hashes = PromptHashes(request.token_ids, request.cache_salt)
+        self._hashed: tuple[int, ...] = request.token_ids
+        self._started = False
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        wait_s = min(sessions.admission.config.queue_wait_s, request.deadline_s)
+        self._arm(self._timeline.accepted + wait_s)
+
+    # ---- types.Generation ---------------------------------------------------------------
+
+    @property
+    def timeline(self) -> Timeline:
+        return self._timeline
+
+    def cancel(self) -> None:
+        if not self._over:
+            self._carry_out(self.walk.cancel())
+            self._end(Failure(FailureKind.CLIENT_GONE, "cancelled"))
+
+    # ---- for Sessions ----------------------------------------------------------------------
+
+    def admitted(self) -> None:
+        """Its turn has come."""
+        if self._over or self._started:
+            return
+        now = time.monotonic()
+        self._started = True
+        self._timeline.queue_s = now - self._timeline.accepted
+        self.feed(self.walk.start(now))
+
+    def workers_changed(self) -> None:
+        if self._started and not self._over and self.walk.waiting:
+            self.feed(self.walk.workers_changed(time.monotonic()))
+
+    def fail(self, failure: Failure) -> None:
+        """Ends it from outside the walk, with a word to the client."""
+        if not self._over:
+            self._carry_out(self.walk.cancel())
+            if self._end(failure):
+                self._sink.on_failed(failure)
+
+    # ---- the walk's actions -------------------------------------------------------------------
+
+    def feed(self, actions: list[Action]) -> None:
+        """Carries out what an event led to; sees to the timer."""
+        self._carry_out(actions)
+        if not self._over:
+            self._arm(self.walk.next_deadline)
+
+    def deliver(self, token: Token) -> None:
+        if not self._over:
+            self._sink.on_token(
+                token.choice, token.index, token.token, token.finish, token.logprob, token.top
+            )
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Token():
+                    self.deliver(action)
+                case OpenDecode():
+                    self._open_decode(action)
+                case OpenPrefill():
+                    self._open_prefill(action)
+                case CancelSide(side=side):
+                    self._release(side, cancel=True)
+                case CloseSide(side=side):
+                    self._release(side, cancel=False)
+                case Retried(failure=failure):
+                    self._note_retry(failure)
+                case Done():
+                    if self._end(None):
+                        self._sink.on_done()
+                case Fail(failure=failure):
+                    if self._end(failure):
+                        self._sink.on_failed(failure)
+
+    def _open_decode(self, action: OpenDecode) -> None:
+        work = self._sessions.workers.open(
+            action.worker,
+            SideHandler(self, action.side),
+            tokens=action.compute_tokens,
+            blocks=action.blocks,
+            sequences=len(action.choices),
+        )
+        if work is None:
+            self._lost_at_once(action.side, action.worker.name)
+            return
+        self.works[action.side] = work
+        if action.prefill_here:
+            work.expect_steps()
+        work.send(wire.generate_to_pb(action, work.handle, self._request, self._sampling))
+
+    def _open_prefill(self, action: OpenPrefill) -> None:
+        target = self._sessions.workers.hello(action.decode)
+        if target is None:  # D's own loss is told by its link
+            self._lost_at_once(action.side, action.decode.name)
+            return
+        work = self._sessions.workers.open(
+            action.worker,
+            SideHandler(self, action.side),
+            tokens=action.compute_tokens,
+            blocks=0,
+            sequences=0,
+        )
+        if work is None:
+            self._lost_at_once(action.side, action.worker.name)
+            return
+        self.works[action.side] = work
+        work.expect_steps()
+        work.send(wire.prefill_to_pb(action, work.handle, self._request, self._sampling, target))
+
+    def _release(self, side: Side, *, cancel: bool) -> None:
+        work = self.works.pop(side, None)
+        if work is not None:
+            work.release(cancel=cancel)
+
+    def _lost_at_once(self, side: Side, name: str) -> None:
+        """The stream broke between the choice and the command. Told after this event."""
+        failure = Failure(FailureKind.WORKER_LOST, f"worker {name} is gone")
+        handler = SideHandler(self, side)
+        self._sessions.loop.call_soon(lambda: handler.failed(failure, time.monotonic()))
+
+    def _note_retry(self, failure: Failure) -> None:
+        log.info(
+            "request=%s attempts=%d the last one failed: %s: %s",
+            self._request.request_id,
+            self._timeline.attempts,
+            failure.kind,
+            failure.message,
+        )
+        self._sessions.hooks.on_retry(failure)
+
+    def _place(
+        self, need: Need, exclusions: Exclusions, token_ids: tuple[int, ...]
+    ) -> Placement | Unplaced:
+        if self._hashed is not token_ids:
+            self._hashes = PromptHashes(token_ids, self._request.cache_salt)
+            self._hashed = token_ids
+        hashes, prefixes = self._hashes, self._sessions.workers.prefixes
+        return policy.place(
+            need,
+            self._sessions.workers.views(),
+            lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
+            exclusions,
+        )
+
+    # ---- time and the end ---------------------------------------------------------------------
+
+    def _arm(self, when: float) -> None:
+        """Sets the timer, unless it fires earlier anyway: it looks again then."""
+        if self._timer is not None:
+            if self._timer_at <= when:
+                return
+            self._timer.cancel()
+        self._timer_at = when
+        self._timer = self._sessions.loop.call_later(max(0.0, when - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._over:
+            return
+        now = time.monotonic()
+        if self._started or now >= self.walk.deadline:
+            self.feed(self.walk.tick(now))
+            return
+        failure = self._sessions.admission.overdue(now - self._timeline.accepted)
+        if failure is not None:
+            self.fail(failure)
+        else:  # the timer came a moment early
+            self._arm(now + 0.01)
+
+    def _end(self, failure: Failure | None) -> bool:
+        """True for the first call only: that one may tell the sink."""
+        if self._over:
+            return False
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for side in list(self.works):
+            self._release(side, cancel=True)
+        self._sessions.ended(self._request.request_id, self._timeline, failure)
+        return True
+
+
+class SideHandler:
+    """Takes one side's events from its link to the walk (`link.Handler`).
+
+    A mistake in here or in the sink fails this request, not all those on the stream.
+    """
+
+    __slots__ = ("_generation", "_side")
+
+    def __init__(self, generation: RunningGeneration, side: Side) -> None:
+        self._generation = generation
+        self._side = side
+
+    def granted(self, event: pb.Granted, now: float) -> None:
+        generation = self._generation
+        try:
+            granted = wire.granted_from_pb(event)
+            generation.feed(generation.walk.granted(self._side, granted, now))
+        except Exception as error:
+            self._broken(error)
+
+    def prefilled(self, event: pb.Prefilled, now: float) -> None:
+        generation = self._generation
+        try:
+            work = generation.works.get(self._side)
+            if work is not None:
+                work.prefill_over()
+                if self._side.prefill:
+                    work.expect_no_steps()
+            prefilled = wire.prefilled_from_pb(event)
+            generation.feed(generation.walk.prefilled(self._side, prefilled, now))
+        except Exception as error:
+            self._broken(error)
+
+    def committed(self, event: pb.Committed, now: float) -> None:
+        generation = self._generation
+        try:
+            work = generation.works.get(self._side)
+            if work is not None:
+                work.expect_steps()
+            committed = wire.committed_from_pb(event)
+            generation.feed(generation.walk.committed(self._side, committed, now))
+        except Exception as error:
+            self._broken(error)
+
+    def token(self, out: pb.TokenOut, now: float) -> None:
+        """The hot path: mostly one action, and no timer to set."""
+        generation = self._generation
+        try:
+            actions = generation.walk.token(self._side, wire.token_from_pb(out), now)
+            if len(actions) == 1 and type(actions[0]) is Token:
+                generation.deliver(actions[0])
+            else:
+                generation.feed(actions)
+        except Exception as error:
+            self._broken(error)
+
+    def failed(self, failure: Failure, now: float) -> None:
+        generation = self._generation
+        try:
+            generation.feed(generation.walk.failed(self._side, failure, now))
+        except Exception as error:
+            self._broken(error)
+
+    def _broken(self, error: Exception) -> None:
+        log.exception("a request's own handling failed")
+        failure = Failure(FailureKind.INTERNAL, f"{type(error).__name__} in the router")
+        try:
+            self._generation.fail(failure)
+        except Exception:
+            log.exception("its sink failed as well")

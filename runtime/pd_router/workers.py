@@ -1,0 +1,467 @@
+"""The workers: who announced itself, how each fares, and the way to reach it.
+
+Serves Control, where workers announce themselves and report; keeps one work stream
+(`link`) to each process; decides who is usable. One task looks after time: lapsed
+announcements, late workers, leases.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from pd_core.failures import Failure, FailureKind
+from pd_proto.v1 import engine_pb2 as pb
+from pd_proto.v1 import engine_pb2_grpc
+from pd_router import policy, wire
+from pd_router.breaker import Breaker, Progress
+from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
+from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
+from pd_router.prefixes import PrefixIndex
+from pd_router.types import Bundle, Limits
+
+log = logging.getLogger("pd_router.workers")
+
+_HELLO_DEADLINE_S = 10.0
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE, pb.ROLE_BOTH: Role.BOTH}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """Durations in seconds. `lapse_s` is silence after which a worker isn't counted on."""
+
+    model: str
+    router: str
+    heartbeat_s: float = 1.0
+    lapse_s: float = 3.0
+    forget_s: float = 60.0
+    renew_s: float = 5.0
+    check_s: float = 0.25
+
+
+@dataclass(slots=True)
+class _Record:
+    """One announced process."""
+
+    hello: pb.Hello
+    view: WorkerView
+    link: Link
+    progress: Progress
+    breaker: Breaker = field(default_factory=Breaker)
+    stream: object | None = None  # the announcement that counts; None: it ended
+    heard: float = 0.0
+    draining: bool = False
+    lapsed: bool = False
+    heartbeats: int = 0
+
+    @property
+    def why_unusable(self) -> str | None:
+        """None when it may get new work."""
+        if self.stream is None:
+            return "its announcement has ended"
+        if self.lapsed:
+            return "its heartbeats have ceased"
+        if not self.heartbeats:
+            return "no heartbeat yet"
+        if self.draining:
+            return "it drains"
+        if not self.link.bound:
+            return "no work stream"
+        if not self.breaker.lets_through:
+            return f"breaker {self.breaker.state.value}: {self.breaker.reason}"
+        return None
+
+
+class Work:
+    """One side of a request at a worker: its handle, and its share in the load's books."""
+
+    __slots__ = ("_blocks", "_expecting", "_probe", "_record", "_sequences", "_tokens", "handle")
+
+    def __init__(
+        self, record: _Record, handle: int, tokens: int, blocks: int, sequences: int
+    ) -> None:
+        self._record = record
+        self.handle = handle
+        self._tokens = tokens
+        self._blocks = blocks
+        self._sequences = sequences
+        self._expecting = False
+        record.view.assign_prefill(tokens)
+        record.view.assign_decode(blocks, sequences)
+        self._probe = record.breaker.sent()
+
+    def send(self, command: pb.Command) -> None:
+        self._record.link.send(command)
+
+    def expect_steps(self) -> None:
+        """From now on the worker has something to compute for this request."""
+        if not self._expecting:
+            self._expecting = True
+            self._record.progress.expect(time.monotonic())
+
+    def prefill_over(self) -> None:
+        self._record.view.end_prefill(self._tokens)
+        self._tokens = 0
+
+    def expect_no_steps(self) -> None:
+        if self._expecting:
+            self._expecting = False
+            self._record.progress.expect_no_more()
+
+    def release(self, *, cancel: bool) -> None:
+        """The side is over; `cancel` tells the worker. Once."""
+        self._record.link.release(self.handle, cancel=cancel)
+        self.expect_no_steps()
+        self.prefill_over()
+        self._record.view.end_decode(self._blocks, self._sequences)
+        if self._probe:
+            self._record.breaker.probe_over()
+
+
+class Workers(engine_pb2_grpc.ControlServicer):
+    """See the module."""
+
+    def __init__(self, config: WorkersConfig) -> None:
+        self.config = config
+        self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
+        self.prefixes = PrefixIndex()
+        self._records: dict[WorkerId, _Record] = {}
+        self._bundles: dict[str, Bundle] = {}
+        self._current: Bundle | None = None
+        self._on_bundle: list[Callable[[Bundle], None]] = []
+        self._on_change: list[Callable[[], None]] = []
+        self._server: grpc.aio.Server | None = None
+        self._monitor: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # ---- life -------------------------------------------------------------------------
+
+    async def start(self, host: str, port: int) -> int:
+        """Serves Control; returns the port. OSError when it is taken."""
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
+        engine_pb2_grpc.add_ControlServicer_to_server(self, server)
+        try:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        await server.start()
+        self._server = server
+        self._monitor = asyncio.create_task(self._look_after(), name="workers monitor")
+        return int(bound)
+
+    async def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.gather(self._monitor, return_exceptions=True)
+        for worker in list(self._records):
+            self._remove(worker, "this router stops")
+        if self._server is not None:
+            await self._server.stop(0.1)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    # ---- for sessions -------------------------------------------------------------------
+
+    def views(self) -> list[WorkerView]:
+        return [record.view for record in self._records.values()]
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Calls back whenever a worker has become usable."""
+        self._on_change.append(callback)
+
+    def hello(self, worker: WorkerId) -> pb.Hello | None:
+        record = self._records.get(worker)
+        return record.hello if record is not None else None
+
+    def open(
+        self, worker: WorkerId, handler: Handler, tokens: int, blocks: int, sequences: int
+    ) -> Work | None:
+        """A side at a worker that will compute `tokens` and hold `blocks`; None: it's gone."""
+        record = self._records.get(worker)
+        handle = record.link.open(handler) if record is not None else None
+        if record is None or handle is None:
+            return None
+        work = Work(record, handle, tokens, blocks, sequences)
+        self._refresh(record)
+        return work
+
+    # ---- for the HTTP side ----------------------------------------------------------------
+
+    def ready(self) -> bool:
+        return policy.pair_usable(self.views())
+
+    def expecting(self) -> bool:
+        return bool(self._records)
+
+    def bundle(self) -> Bundle | None:
+        return self._current
+
+    def on_bundle(self, callback: Callable[[Bundle], None]) -> None:
+        self._on_bundle.append(callback)
+
+    def limits(self) -> Limits | None:
+        """Of the usable decode worker that can take the longest request."""
+        views = [v for v in self.views() if v.usable and v.role is not Role.PREFILL]
+        if not views:
+            return None
+        best = max(views, key=lambda v: min(v.max_model_tokens, v.pool_tokens))
+        return Limits(context_tokens=best.max_model_tokens, pool_tokens=best.pool_tokens)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        return [self._describe(record, now) for record in self._records.values()]
+
+    def _describe(self, record: _Record, now: float) -> dict[str, Any]:
+        view, load = record.view, record.view.load
+        return {
+            "worker": view.id.name,
+            "epoch": view.id.epoch,
+            "role": view.role.value,
+            "address": record.link.address,
+            "revision": view.revision,
+            "model_hash": view.model_hash,
+            "layout_hash": view.layout_hash,
+            "usable": view.usable,
+            "why_unusable": record.why_unusable,
+            "breaker": record.breaker.state.value,
+            "heard_s_ago": round(now - record.heard, 3),
+            "requests": record.link.live,
+            "pending_tokens": view.pending_tokens,
+            "kv_used": view.kv_used,
+            "prefixes": self.prefixes.count(view.id),
+            "load": {name: getattr(load, name) for name in LoadReport.__dataclass_fields__},
+        }
+
+    # ---- announcements ------------------------------------------------------------------
+
+    async def Announce(
+        self, request_iterator: AsyncIterator[pb.WorkerReport], context: Any
+    ) -> None:
+        """One worker's announcement: Hello first, heartbeats until it ends."""
+        reports = aiter(request_iterator)
+        try:
+            async with asyncio.timeout(_HELLO_DEADLINE_S):
+                first = await anext(reports, None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no Hello came")
+            return
+        problem = "Hello must come first"
+        if first is not None and first.HasField("hello"):
+            problem = self._problem(first.hello)
+        if first is None or problem:
+            log.warning("an announcement is refused: %s", problem)
+            await context.write(pb.RouterNotice(refusal=pb.Refusal(reason=problem)))
+            return
+        stream = object()
+        record = self._announced(first.hello, stream)
+        try:
+            await self._follow(record, stream, reports, context)
+        finally:
+            if record.stream is stream:
+                record.stream = None
+                self._refresh(record)
+                log.info("worker=%s announcement ended", record.view.id.name)
+
+    async def _follow(
+        self,
+        record: _Record,
+        stream: object,
+        reports: AsyncIterator[pb.WorkerReport],
+        context: Any,
+    ) -> None:
+        config = self.config
+        welcome = pb.Welcome(
+            router=self.identity.name,
+            router_epoch=self.identity.epoch,
+            heartbeat_s=config.heartbeat_s,
+            lapse_s=config.lapse_s,
+        )
+        await context.write(pb.RouterNotice(welcome=welcome))
+        wanted = record.hello.bundle_hash
+        if wanted and wanted not in self._bundles:
+            want = pb.WantBundle(bundle_hash=wanted)
+            await context.write(pb.RouterNotice(want_bundle=want))
+        self._choose_bundle()
+        async for report in reports:
+            if record.stream is not stream:
+                return  # the worker has announced itself anew
+            which = report.WhichOneof("report")
+            if which == "heartbeat":
+                self._heartbeat(record, report.heartbeat)
+            elif which == "bundle":
+                self._bundle_came(record, report.bundle)
+
+    def _problem(self, hello: pb.Hello) -> str:
+        """Why a worker can't serve here; empty when it can."""
+        if hello.model != self.config.model:
+            return f"this router serves {self.config.model!r}, not {hello.model!r}"
+        if hello.role not in _ROLES:
+            return f"role {hello.role} is not known"
+        if not (hello.worker and hello.epoch and hello.work_address and hello.model_hash):
+            return "worker, epoch, work_address and model_hash must be set"
+        if not (hello.kv_format.block_tokens and hello.capacity.kv_blocks):
+            return "kv_format.block_tokens and capacity.kv_blocks must be at least 1"
+        if not hello.capacity.max_model_tokens:
+            return "capacity.max_model_tokens must be at least 1"
+        return ""
+
+    def _announced(self, hello: pb.Hello, stream: object) -> _Record:
+        worker = WorkerId(hello.worker, hello.epoch)
+        for other in [w for w in self._records if w.name == worker.name and w != worker]:
+            self._remove(other, "it restarted")
+        record = self._records.get(worker)
+        if record is None:
+            record = self._records[worker] = self._new_record(worker, hello)
+            record.link.start()
+        record.stream = stream
+        record.heard = time.monotonic()
+        log.info(
+            "worker=%s role=%s revision=%s announced",
+            worker.name,
+            record.view.role.value,
+            hello.revision,
+        )
+        return record
+
+    def _new_record(self, worker: WorkerId, hello: pb.Hello) -> _Record:
+        view = WorkerView(
+            id=worker,
+            role=_ROLES[hello.role],
+            model_hash=hello.model_hash,
+            layout_hash=hello.layout_hash,
+            block_tokens=hello.kv_format.block_tokens,
+            kv_blocks=hello.capacity.kv_blocks,
+            max_model_tokens=hello.capacity.max_model_tokens,
+            revision=hello.revision,
+        )
+        callbacks = LinkCallbacks(
+            changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
+        )
+        link = Link(worker, hello.work_address, self.identity, callbacks)
+        progress = Progress(prefill_tokens_per_s=hello.prefill_tokens_per_s)
+        record = _Record(hello, view, link, progress)
+        return record
+
+    def _heartbeat(self, record: _Record, beat: pb.Heartbeat) -> None:
+        now = time.monotonic()
+        record.heard = now
+        record.lapsed = False
+        record.heartbeats += 1
+        record.draining = beat.state == pb.WORKER_STATE_DRAINING
+        load = wire.load_from_pb(beat.load)
+        if record.progress.heartbeat(record.view.load, load, now):
+            record.breaker.alive(now)
+        record.view.report(load)
+        self.prefixes.update(
+            record.view.id, beat.prefix_gained, beat.prefix_lost, reset=beat.prefix_reset
+        )
+        self._refresh(record)
+
+    # ---- bundles --------------------------------------------------------------------------
+
+    def _bundle_came(self, record: _Record, message: pb.TokenizerBundle) -> None:
+        if message.bundle_hash != record.hello.bundle_hash or not message.tokenizer_json:
+            log.warning("worker=%s sent a bundle that nobody asked for", record.view.id.name)
+            return
+        self._bundles[message.bundle_hash] = wire.bundle_from_pb(message)
+        self._choose_bundle()
+
+    def _choose_bundle(self) -> None:
+        """The current one stays while a worker announces it; then the newest known."""
+        announced = {record.hello.bundle_hash for record in self._records.values()}
+        current = self._current
+        if current is None or (announced and current.bundle_hash not in announced):
+            for known in reversed(self._bundles.values()):
+                if known.bundle_hash in announced:
+                    self._current = known
+                    break
+        kept = announced | ({self._current.bundle_hash} if self._current else set())
+        self._bundles = {h: b for h, b in self._bundles.items() if h in kept}
+        if self._current is not None and self._current is not current:
+            log.info("bundle=%s is current", self._current.bundle_hash[:12])
+            for callback in self._on_bundle:
+                callback(self._current)
+
+    # ---- who is usable ----------------------------------------------------------------------
+
+    def _moved(self, record: _Record, now: float) -> None:
+        record.progress.moved(now)
+        if record.breaker.moved():
+            self._refresh(record)
+
+    def _refresh(self, record: _Record) -> None:
+        """Whether it may get new work, after anything that bears on it has changed."""
+        was_usable = record.view.usable
+        record.view.usable = record.why_unusable is None and record.view.id in self._records
+        if record.view.usable and not was_usable:
+            for callback in self._on_change:
+                callback()
+
+    def _remove(self, worker: WorkerId, reason: str) -> None:
+        record = self._records.pop(worker)
+        record.view.usable = False
+        self.prefixes.forget(worker)
+        log.info("worker=%s epoch=%s removed: %s", worker.name, worker.epoch, reason)
+        task = asyncio.create_task(record.link.close(reason))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _look_after(self) -> None:
+        """Time's own task: nothing here waits for an event to come by."""
+        config = self.config
+        last = time.monotonic()
+        renewed = last
+        while True:
+            await asyncio.sleep(config.check_s)
+            now = time.monotonic()
+            # When this process itself stood still, heartbeats wait unread: nobody is late.
+            stall_s = now - last - config.check_s
+            last = now
+            for record in list(self._records.values()):
+                if stall_s > config.check_s:
+                    record.heard += stall_s
+                    record.progress.moved(now)
+                self._check(record, now)
+            if now - renewed >= config.renew_s:
+                renewed = now
+                for record in self._records.values():
+                    record.link.renew()
+
+    def _check(self, record: _Record, now: float) -> None:
+        silent_s = now - record.heard
+        if record.stream is None and silent_s > self.config.forget_s:
+            self._remove(record.view.id, f"silent for {silent_s:.0f} s")
+            return
+        if silent_s > self.config.lapse_s and not record.lapsed:
+            record.lapsed = True
+            self._move_on(record, f"no heartbeat for {silent_s:.1f} s")
+            return
+        view = record.view
+        late = record.progress.late(view.load.step_s, view.pending_tokens, now)
+        if late is not None:
+            record.breaker.trip(late, now)
+            self._move_on(record, late)
+        elif view.usable != (record.why_unusable is None):
+            self._refresh(record)
+
+    def _move_on(self, record: _Record, why: str) -> None:
+        """Its requests go elsewhere; it gets no new ones."""
+        name = record.view.id.name
+        log.warning("worker=%s is late: %s; requests=%d move on", name, why, record.link.live)
+        self._refresh(record)
+        record.link.fail_over(Failure(FailureKind.WORKER_LATE, f"worker {name}: {why}"))
