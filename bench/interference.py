@@ -99,7 +99,7 @@ class Chats:
     async def _chat(self, times: list[float]) -> None:
         while True:
             self._number += 1
-            result = Streamed(sent=0.0)
+            result = Streamed()
             body = {**_options(story(self._number, 1)), "max_tokens": _CHAT_TOKENS}
             async for at in follow("127.0.0.1", self._port, "/v1/completions", body, result):
                 times.append(at)
@@ -139,7 +139,7 @@ async def measure(chats: Chats, work: Callable[[], Awaitable[float | None]]) -> 
 
 async def long_prompt(port: int, prompt: str) -> float:
     """Sends it and waits for its second token, which needs the KV at decode. TTFT in s."""
-    result = Streamed(sent=time.perf_counter())
+    result = Streamed()
     body = {**_options(prompt), "max_tokens": 2}
     async for _ in follow("127.0.0.1", port, "/v1/completions", body, result):
         pass

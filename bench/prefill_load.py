@@ -31,7 +31,7 @@ def main(folder: str, tokens: int, chunk: int) -> None:
     runner = Runner(
         folder,
         dtype="float32",
-        num_blocks=-(-tokens // _BLOCK_TOKENS) + 1,
+        kv_cache_tokens=tokens + _BLOCK_TOKENS,
         block_tokens=_BLOCK_TOKENS,
         threads=1,
     )

@@ -85,8 +85,12 @@ async def request(
         **(headers or {}),
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
-    return await read_head(reader, writer)
+    try:
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + data)
+        return await read_head(reader, writer)
+    except BaseException:  # cancelled too: then the caller means to hang up
+        writer.transport.abort()
+        raise
 
 
 async def read_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Response:
@@ -104,7 +108,7 @@ async def read_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 class Streamed:
     """What one streamed answer brought. Times are time.perf_counter() seconds."""
 
-    sent: float
+    sent: float = 0.0
     status: int = 0
     times: list[float] = field(default_factory=list)  # of each event with content
     text: str = ""
@@ -124,7 +128,7 @@ class Streamed:
 
 async def stream(host: str, port: int, path: str, body: Mapping[str, Any]) -> Streamed:
     """One streamed request to its end, for n = 1. Errors are values, not exceptions."""
-    result = Streamed(sent=time.perf_counter())
+    result = Streamed()
     async for _ in follow(host, port, path, body, result):
         pass
     return result
@@ -134,6 +138,7 @@ async def follow(
     host: str, port: int, path: str, body: Mapping[str, Any], result: Streamed
 ) -> AsyncIterator[float]:
     """Fills `result` and yields the time of each event with content."""
+    result.sent = time.perf_counter()
     response = await request(host, port, "POST", path, {**body, "stream": True})
     try:
         result.status = response.status

@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,9 @@ def free_port() -> int:
 
 def listeners(addresses: set[str]) -> list[str]:
     """host:port of all sockets that listen on these addresses."""
-    return [
-        f"{c.laddr.ip}:{c.laddr.port}"
-        for c in psutil.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN and c.laddr.ip in addresses
-    ]
+    listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    ends = [c.laddr for c in listening if c.laddr]
+    return [f"{end.ip}:{end.port}" for end in ends if end.ip in addresses]
 
 
 def pdcluster(*arguments: str, env: Mapping[str, str], timeout_s: float = 60.0) -> Any:
@@ -202,10 +200,8 @@ class Cluster:
     def destroy(self) -> None:
         """Ends whatever of it is still there, by force. For a test that failed."""
         victims = [self.process.pid, *self._seen]
-        try:
+        with suppress(psutil.NoSuchProcess):
             victims += [c.pid for c in psutil.Process(self.process.pid).children(recursive=True)]
-        except psutil.NoSuchProcess:
-            pass
         for pid in victims:
             if _is_ours(pid):
                 os.kill(pid, signal.SIGKILL)
@@ -273,8 +269,10 @@ class Cluster:
 
     # ---- what a test does to it
 
-    def signal(self, pod: Pod, number: signal.Signals) -> None:
-        os.kill(pod.pid, number)
+    def kill(self, pid: int, number: signal.Signals) -> None:
+        """Signals one of the cluster's own processes."""
+        assert pid in self._seen, f"{pid} is no process of this cluster"
+        os.kill(pid, number)
 
     def edit(self, change: Callable[[dict[str, Any]], None]) -> None:
         """Changes the PDCluster file in place, as an editor's save does (atomically)."""

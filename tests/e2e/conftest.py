@@ -1,0 +1,35 @@
+"""Clusters and references that the tests of a file share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, serving, spec
+from tests.reference import Reference
+from tests.tiny_model import tiny_model_dir
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each of these starts processes that load a model."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return tiny_model_dir()
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker, left as they were by each test."""
+    with serving(spec(model), tmp_path_factory.mktemp("cluster")) as running:
+        yield running

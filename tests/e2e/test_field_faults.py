@@ -1,0 +1,187 @@
+"""Faults that users of such systems have met, through the whole system: 1, 3, 4, 5, 7, 13, 14
+and 20 of the list in tests/README.md, which names the tests of the others.
+"""
+
+import asyncio
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.client import request
+from tests.cluster import Cluster, Pod, serving, spec
+from tests.e2e.asking import COMPLETIONS, Streams, ask, body, expected, text, text_of
+from tests.reference import Reference
+
+BLOCK = 16
+SMALL_POOL = 512  # tokens; one request of the tests below, and little more
+
+
+@pytest.fixture(scope="module")
+def tight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Decode has room for one request at a time."""
+    pools = {
+        "prefill": {"replicas": 1, "engine": {"chunkTokens": 32}},
+        "decode": {"replicas": 1, "engine": {"kvCacheTokens": SMALL_POOL}},
+    }
+    with serving(spec(model, **pools), tmp_path_factory.mktemp("tight")) as running:
+        yield running
+
+
+def counter(cluster: Cluster, pod: Pod, name: str) -> float:
+    return sum(cluster.metrics(pod).get(f"pdcluster_engine_{name}_total", {}).values())
+
+
+def restart(cluster: Cluster, pool: str) -> Pod:
+    """Kills the pool's worker and waits until its successor is ready. The old one."""
+    old = cluster.pod(pool)
+    cluster.kill(old.pid, signal.SIGKILL)
+
+    def back() -> bool:
+        pods = cluster.pods(pool)
+        return len(pods) == 1 and pods[0].pid != old.pid and cluster.all_ready()
+
+    cluster.until(back, f"{pool} restarted", 60)
+    return old
+
+
+def cached_tokens(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+# ---- 1: decode refuses before it admits ------------------------------------------------------
+
+
+def test_what_decode_refuses_costs_prefill_nothing(tight: Cluster):
+    prefill = tight.pod("prefill")
+    before = counter(tight, prefill, "prompts"), counter(tight, prefill, "step_tokens")
+    status, answer = ask(tight, body(text_of(900), 8))
+    assert status == 400
+    assert answer["error"]["code"] == "kv_pool_too_small"
+    assert str(SMALL_POOL) in answer["error"]["message"]
+    assert (counter(tight, prefill, "prompts"), counter(tight, prefill, "step_tokens")) == before
+    tight.until_settled()
+
+
+# ---- 3: prefill is idle after its last request -----------------------------------------------
+
+
+def test_prefill_frees_its_blocks_without_further_work(tight: Cluster):
+    """Acknowledgements are processed although no step follows."""
+    assert text(tight, body(text_of(100, number=3), 4))
+    tight.until_settled(2.0)
+
+
+# ---- 4 and 14: pools that are full -----------------------------------------------------------
+
+
+def test_a_queue_before_a_pool_of_one_request_moves(tight: Cluster, reference: Reference):
+    contents = [body(text_of(250, number=40 + i), 150) for i in range(6)]
+
+    async def scenario() -> list[Any]:
+        return await Streams(tight, contents).end(100)
+
+    results = asyncio.run(scenario())
+    assert [r.error for r in results] == [None] * 6
+    assert [r.text for r in results] == [expected(reference, c) for c in contents]
+    tight.until_settled()
+
+
+def test_two_requests_that_outgrow_the_pool_both_end_right(tight: Cluster, reference: Reference):
+    """Each fits alone; together they run out of blocks while they decode."""
+    contents = [body(text_of(30, number=60 + i), 440) for i in range(2)]
+
+    async def scenario() -> list[Any]:
+        return await Streams(tight, contents).end(100)
+
+    results = asyncio.run(scenario())
+    assert [r.error for r in results] == [None] * 2
+    assert [r.text for r in results] == [expected(reference, c) for c in contents]
+    tight.until_settled()
+
+
+# ---- 7: an aborted transfer ------------------------------------------------------------------
+
+
+def test_no_request_sees_the_bytes_of_an_aborted_transfer(tight: Cluster, reference: Reference):
+    """Requests are cancelled while their KV arrives; those that follow reuse the blocks."""
+
+    async def scenario() -> list[Any]:
+        for number in range(8):
+            content = {**body(text_of(400, number=700 + number), 8), "stream": True}
+            sending = asyncio.create_task(
+                request("127.0.0.1", tight.port, "POST", COMPLETIONS, content)
+            )
+            await asyncio.sleep(0.01 + 0.02 * number)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        return await Streams(tight, contents).end(60)
+
+    contents = [body(text_of(380, number=800 + i), 16) for i in range(3)]
+    results = asyncio.run(scenario())
+    assert [r.text for r in results] == [expected(reference, c) for c in contents]
+    tight.until_settled()
+
+
+# ---- 5, 13: restarts and what is cached ------------------------------------------------------
+
+
+@pytest.mark.timeout(240)
+def test_prefill_restarts_on_the_same_address(cluster: Cluster, reference: Reference):
+    """Decode keeps its old session to it and must not mind."""
+    content = body(text_of(64, number=5), 8)
+    want = expected(reference, content)
+    assert text(cluster, content) == want
+    decode = cluster.pod("decode")
+    old = restart(cluster, "prefill")
+    assert cluster.pod("prefill").ip == old.ip
+    assert text(cluster, content) == want
+    assert cluster.pod("decode").pid == decode.pid
+    cluster.until_settled()
+
+
+@pytest.mark.timeout(240)
+def test_cached_tokens_count_what_prefill_did_not_compute(cluster: Cluster):
+    """A worker that restarts has an empty cache. What decode has already doesn't count."""
+    content = body(text_of(200, number=13), 4)
+    ask(cluster, content)
+    whole = cached_tokens(ask(cluster, content)[1])
+    assert whole >= 8 * BLOCK
+
+    restart(cluster, "decode")
+    assert cached_tokens(ask(cluster, content)[1]) == whole
+
+    restart(cluster, "prefill")
+    assert cached_tokens(ask(cluster, content)[1]) == 0
+    cluster.until_settled()
+
+
+# ---- 20: keep-alive --------------------------------------------------------------------------
+
+
+def test_a_kept_connection_does_not_stall_the_first_token(cluster: Cluster):
+    """Nagle's algorithm against delayed acknowledgements costs 40 ms, at either side."""
+
+    def first_token_s(client: OpenAI) -> float:
+        started = time.perf_counter()
+        events = client.completions.create(
+            model="tiny", prompt="hello", max_tokens=3, temperature=0, stream=True
+        )
+        next(iter(events))
+        took = time.perf_counter() - started
+        events.close()
+        return took
+
+    options: dict[str, Any] = {"base_url": cluster.base_url, "api_key": "none", "max_retries": 0}
+    fresh = []
+    for _ in range(15):
+        with OpenAI(**options) as client:
+            fresh.append(first_token_s(client))
+    with OpenAI(**options) as client:
+        kept = [first_token_s(client) for _ in range(15)]
+    assert statistics.median(kept) < statistics.median(fresh) + 0.02
