@@ -3,16 +3,23 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from pd_engine import settings as flags
 from pd_engine.health import Health, HealthServer
 from pd_engine.settings import Settings
+
+if TYPE_CHECKING:
+    from pd_engine.assembly import Worker
 
 log = logging.getLogger("pd_engine")
 
@@ -35,17 +42,22 @@ async def _run(settings: Settings) -> int:
         await server.close()
 
 
-async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Event) -> int:
-    from pd_engine.assembly import Worker, load
+def _load(settings: Settings) -> "Callable[[str], Worker]":
+    """In a thread: importing torch takes seconds, in which probes want their answers."""
+    from pd_engine import assembly
 
+    return partial(assembly.Worker, settings, assembly.load(settings))
+
+
+async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Event) -> int:
     began = time.monotonic()
-    loading = asyncio.create_task(asyncio.to_thread(load, settings))
+    loading = asyncio.create_task(asyncio.to_thread(_load, settings))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("stopped while loading")
         return 0
-    worker = Worker(settings, loading.result(), str(uuid.uuid4()))
+    worker = loading.result()(str(uuid.uuid4()))
     await worker.start(health)
     gc.collect()
     gc.freeze()
@@ -78,7 +90,10 @@ def main() -> None:
         log.exception("the worker can't go on")
         sys.exit(f"{type(error).__name__}: {error}")
     logging.shutdown()
-    sys.exit(status)
+    sys.stdout.flush()
+    # Without the interpreter's teardown: torch's extensions print their leaks there, and
+    # those would be the log's last lines, which is where an operator looks.
+    os._exit(status)
 
 
 if __name__ == "__main__":
