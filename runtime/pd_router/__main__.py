@@ -1,0 +1,124 @@
+"""`python -m pd_router`: serve the API, take announcements, drain on SIGTERM."""
+
+import asyncio
+import gc
+import logging
+import signal
+import sys
+from contextlib import AsyncExitStack
+
+import uvloop
+
+from pd_router import settings as flags
+from pd_router.admin import AdminApp
+from pd_router.admission import Admission, AdmissionConfig
+from pd_router.app import AppSettings, RouterApp
+from pd_router.http import HttpServer, bind
+from pd_router.journal import Journal
+from pd_router.metrics import Metrics
+from pd_router.session import Sessions
+from pd_router.settings import Settings
+from pd_router.texts import Texts
+from pd_router.workers import Workers, WorkersConfig
+
+log = logging.getLogger("pd_router")
+
+# After start-up next to nothing dies young in cycles: collect rarely, never what is old.
+_GC_THRESHOLDS = (50_000, 20, 100)
+# For answers that were failed at the end of a drain to reach their clients.
+_LAST_WORDS_S = 2.0
+
+
+async def _run(settings: Settings) -> None:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def stop_or_hurry() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_or_hurry)
+    async with AsyncExitStack() as closing:
+        # Ports first: one that is taken ends the start before workers hear of this router.
+        http_socket = bind(settings.http, reuse_port=settings.reuse_port)
+        closing.callback(http_socket.close)
+        admin_socket = bind(settings.admin)
+        closing.callback(admin_socket.close)
+        metrics = Metrics(settings.model)
+        journal = Journal(metrics)
+        workers = Workers(WorkersConfig(model=settings.model, router=settings.router_name))
+        await workers.start(settings.control.host, settings.control.port)
+        closing.push_async_callback(workers.close)
+        sessions = _sessions(settings, workers, metrics)
+        closing.callback(sessions.close)
+        texts = Texts(workers)
+        closing.push_async_callback(texts.close)
+        app = RouterApp(_app_settings(settings), workers, sessions, texts, metrics, journal)
+        client = HttpServer(app, http_socket)
+        admin = HttpServer(AdminApp(settings.router_name, workers, metrics, journal), admin_socket)
+        await closing.enter_async_context(admin.serving())
+        await closing.enter_async_context(client.serving())
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*_GC_THRESHOLDS)
+        log.info("serving model=%s http=%s control=%s", *_places(settings, client))
+        await stop.wait()
+        await _drain(app, settings.drain_timeout_s, hurry)
+
+
+def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Sessions:
+    admission = AdmissionConfig(
+        max_running=settings.max_requests,
+        max_queued=settings.max_queued,
+        queue_wait_s=settings.queue_wait_s,
+    )
+    return Sessions(workers, Admission(admission), hooks=metrics)
+
+
+def _app_settings(settings: Settings) -> AppSettings:
+    return AppSettings(
+        model=settings.model,
+        max_body_bytes=settings.max_body_bytes,
+        request_timeout_s=settings.request_timeout_s,
+        max_requests=settings.max_requests + settings.max_queued,
+    )
+
+
+def _places(settings: Settings, client: HttpServer) -> tuple[str, str, str]:
+    return settings.model, str(client.address), str(settings.control)
+
+
+async def _drain(app: RouterApp, timeout_s: float, hurry: asyncio.Event) -> None:
+    """Refuses new requests, lets the running ones end, and fails those that don't in time."""
+    app.drain()
+    log.info("draining timeout_s=%.0f running=%d", timeout_s, app.running)
+    hurrying = asyncio.create_task(hurry.wait())
+    idle = asyncio.create_task(app.wait_idle())
+    await asyncio.wait({hurrying, idle}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    hurrying.cancel()
+    finished = idle.done()
+    if not finished:
+        app.fail_running()
+        await asyncio.wait({idle}, timeout=_LAST_WORDS_S)
+        idle.cancel()
+    await asyncio.gather(hurrying, idle, return_exceptions=True)
+    log.info("drained finished=%s", finished)
+
+
+def main() -> None:
+    """Exit status 0 after a drain, 1 when a port can't be had."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+    )
+    settings = flags.parse(sys.argv[1:])
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(settings))
+    except OSError as error:
+        # The last line is what `kubectl get` and `pdcluster status` show of a crash.
+        sys.exit(f"{type(error).__name__}: {error}")
+    logging.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The admin port's application: metrics, sketches, debug pages. Not for clients."""
+
+from urllib.parse import parse_qs
+
+import msgspec
+
+from pd_router.exchange import Exchange, Receive, Scope, Send
+from pd_router.journal import Journal
+from pd_router.metrics import CONTENT_TYPE, Metrics
+from pd_router.openai import ApiError
+from pd_router.types import WorkersApi
+
+_PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers")
+
+
+class AdminApp:
+    def __init__(
+        self, router: str, workers: WorkersApi, metrics: Metrics, journal: Journal
+    ) -> None:
+        self._router = router
+        self._workers = workers
+        self._metrics = metrics
+        self._journal = journal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._route(exchange)
+        except ApiError as error:
+            await exchange.reply_error(error)
+
+    async def _route(self, exchange: Exchange) -> None:
+        if exchange.path not in _PAGES:
+            pages = ", ".join(_PAGES)
+            raise ApiError(404, f"Unknown page; there are {pages}.", code="unknown_url")
+        exchange.allow("GET", "HEAD")
+        if exchange.path == "/metrics":
+            self._metrics.ready.set(self._workers.ready())
+            await exchange.reply(200, self._metrics.expose(), content_type=CONTENT_TYPE.encode())
+            return
+        await exchange.reply(200, msgspec.json.encode(self._page(exchange)))
+
+    def _page(self, exchange: Exchange) -> object:
+        if exchange.path == "/health":
+            return {"status": "ok"}
+        if exchange.path == "/sketches":
+            return {"router": self._router} | self._metrics.sketches_json()
+        if exchange.path == "/debug/workers":
+            return {"workers": self._workers.snapshot()}
+        given = parse_qs(exchange.query.decode("latin-1")).get("id")
+        return {"requests": self._journal.find(given[0] if given else None)}

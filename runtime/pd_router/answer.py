@@ -1,0 +1,343 @@
+"""One HTTP request's generations: started, collected step by step, turned into text.
+
+The workers' streams call the sinks; those only append to the request's inbox and wake
+its coroutine once a step. All that costs more happens in that coroutine.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_router.openai import Ask
+from pd_router.replies import Part, TokenLogprob, Usage
+from pd_router.text import StopMatcher, TextStack
+from pd_router.types import (
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    SessionsApi,
+    Timeline,
+)
+
+# What is kept for a client that doesn't read: about 1 MiB.
+MAX_HELD_TOKENS = 4096
+_TOP_LOGPROBS_PER_TOKEN = 4  # that many weigh as much as a token
+
+
+class _Arrival(NamedTuple):
+    """A token as it came; `at` is on the monotonic clock."""
+
+    prompt: int
+    choice: int
+    position: int  # in the choice, from 0
+    token: int
+    finish: FinishReason | None
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    at: float
+
+
+class Inbox:
+    """What arrived for one HTTP request and wasn't looked at yet. Bounded."""
+
+    def __init__(self) -> None:
+        self._arrivals: list[_Arrival] = []
+        self._weight = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Failure | None = None
+        self.on_gone: Callable[[], None] | None = None  # the client doesn't read
+
+    def put(self, arrival: _Arrival) -> None:
+        if self._failure is not None:
+            return
+        self._arrivals.append(arrival)
+        self._weight += 1 + len(arrival.top) // _TOP_LOGPROBS_PER_TOKEN
+        if self._weight > MAX_HELD_TOKENS:
+            self.fail(Failure(FailureKind.CLIENT_GONE, "The client doesn't read its stream."))
+        else:
+            self._wake()
+
+    def fail(self, failure: Failure) -> None:
+        """The first failure stays. What arrived before it is still handed out."""
+        if self._failure is None:
+            self._failure = failure
+            if failure.kind is FailureKind.CLIENT_GONE:
+                self._arrivals.clear()
+                if self.on_gone is not None:
+                    self.on_gone()
+            self._wake()
+
+    async def take(self) -> list[_Arrival]:
+        """All that arrived since the last call; RequestFailure when nothing will any more."""
+        while not self._arrivals:
+            if self._failure is not None:
+                raise RequestFailure(self._failure.kind, self._failure.message)
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        arrivals, self._arrivals, self._weight = self._arrivals, [], 0
+        return arrivals
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _PromptSink:
+    """Takes one generation's output into the inbox of its request."""
+
+    __slots__ = ("_inbox", "_open", "_prompt")
+
+    def __init__(self, inbox: Inbox, prompt: int, choices: int) -> None:
+        self._inbox = inbox
+        self._prompt = prompt
+        self._open = choices
+
+    def on_token(
+        self,
+        choice: int,
+        index: int,
+        token: int,
+        finish: FinishReason | None,
+        logprob: float | None,
+        top: tuple[tuple[int, float], ...],
+    ) -> None:
+        if finish is not None:
+            self._open -= 1
+        at = time.monotonic()
+        self._inbox.put(_Arrival(self._prompt, choice, index, token, finish, logprob, top, at))
+
+    def on_done(self) -> None:
+        if self._open > 0:
+            message = "The workers ended the request before all its choices had ended."
+            self._inbox.fail(Failure(FailureKind.INTERNAL, message))
+
+    def on_failed(self, failure: Failure) -> None:
+        self._inbox.fail(failure)
+
+
+class _Choice:
+    """One choice's tokens on their way to text."""
+
+    def __init__(self, number: int, ask: Ask, stack: TextStack, context: Sequence[int]) -> None:
+        self.part = Part(number)
+        self.finish: FinishReason | None = None
+        self.count = 0
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.text_at: float | None = None  # when there first was something to send
+        self._ask = ask
+        self._stack = stack
+        self._detokenizer = stack.detokenizer(context)
+        self._stops = StopMatcher(ask.stops) if ask.stops else None
+        self._chars = 0  # of the text so far, what is held back too
+
+    def add(self, arrival: _Arrival) -> None:
+        """Takes the choice's next token in."""
+        if not self.count:
+            self.first_at = arrival.at
+        self.last_at = arrival.at
+        self.count += 1
+        self._note(arrival)
+        finish = arrival.finish or self._own_stop(arrival.token)
+        text = "" if finish == "stop" else self._detokenizer.push(arrival.token)
+        if finish is not None:
+            text += self._detokenizer.finish()
+        self._chars += len(text)
+        if self._stops is not None and self.count > self._ask.min_tokens:
+            text, found = self._stops.push(text)
+            if found:
+                finish = "stop"
+            elif finish is not None:
+                text += self._stops.finish()
+        self.part.text += text
+        self.finish = self.part.finish = finish
+        if self.text_at is None and (text or finish):
+            self.text_at = arrival.at
+
+    def end_empty(self) -> None:
+        """max_tokens 0: there is nothing to say, and the limit is reached."""
+        self.finish = self.part.finish = "length"
+
+    def take_part(self) -> Part | None:
+        """What can go out now, if anything. A token without text doesn't go out alone."""
+        part = self.part
+        if not part.text and part.finish is None:
+            return None
+        self.part = Part(part.choice, first=False)
+        return part
+
+    def _own_stop(self, token: int) -> FinishReason | None:
+        """Workers that ignore end tokens ignore the client's stop tokens too: they end here."""
+        ask = self._ask
+        if ask.ignore_eos and self.count > ask.min_tokens and token in ask.stop_token_ids:
+            return "stop"
+        return None
+
+    def _note(self, arrival: _Arrival) -> None:
+        if self._ask.return_token_ids:
+            self.part.token_ids.append(arrival.token)
+        if self._ask.logprobs and arrival.logprob is not None:
+            raw = self._stack.token_bytes
+            top = arrival.top[: self._ask.top_logprobs]
+            self.part.logprobs.append(
+                TokenLogprob(
+                    raw(arrival.token),
+                    arrival.logprob,
+                    tuple((raw(token), logprob) for token, logprob in top),
+                    self._chars,
+                )
+            )
+
+
+class Meter(Protocol):
+    """Who measures (`metrics.Metrics`). Seconds."""
+
+    def gap_observer(self, timeline: Timeline) -> Callable[[float], None]: ...
+
+    def first_text(self, timeline: Timeline, ttft_s: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Prompt:
+    token_ids: tuple[int, ...]
+    choices: list[_Choice]
+    open: int  # choices that haven't ended
+    generation: Generation | None = None
+    observe_gap: Callable[[float], None] | None = None  # from the first token on
+    text_at: float | None = None
+
+
+class Run:
+    """All generations of one HTTP request, one for each of its prompts."""
+
+    def __init__(
+        self,
+        ask: Ask,
+        stack: TextStack,
+        prompts: Sequence[tuple[int, ...]],
+        meter: Meter,
+        accepted: float,
+    ) -> None:
+        """`accepted`: when the HTTP request came, on the monotonic clock."""
+        self.inbox = Inbox()
+        self._ask = ask
+        self._meter = meter
+        self._accepted = accepted
+        self._prompts: list[_Prompt] = []
+        for ids in prompts:
+            # A plain completion goes on where its prompt ends, blanks included.
+            context = ids if ask.kind == "completion" else ()
+            first = len(self._prompts) * ask.choices
+            numbers = range(first, first + ask.choices)
+            choices = [_Choice(number, ask, stack, context) for number in numbers]
+            self._prompts.append(_Prompt(ids, choices, ask.choices))
+
+    def start(
+        self,
+        sessions: SessionsApi,
+        request_id: str,
+        samplings: Sequence[Sampling | None],
+        deadline_s: float,
+    ) -> None:
+        """Starts all. No sampling: nothing is to be generated for that prompt.
+
+        RequestFailure when one is refused; those started before must then be cancelled.
+        """
+        for number, (prompt, sampling) in enumerate(zip(self._prompts, samplings, strict=True)):
+            if sampling is None:
+                for choice in prompt.choices:
+                    choice.end_empty()
+                prompt.open = 0
+                continue
+            request = GenerateRequest(
+                request_id=request_id if len(self._prompts) == 1 else f"{request_id}-{number}",
+                token_ids=prompt.token_ids,
+                choices=self._ask.choices,
+                sampling=sampling,
+                deadline_s=deadline_s,
+                cache_salt=self._ask.cache_salt,
+            )
+            sink = _PromptSink(self.inbox, number, self._ask.choices)
+            prompt.generation = sessions.start(request, sink)
+
+    @property
+    def done(self) -> bool:
+        return not any(prompt.open for prompt in self._prompts)
+
+    async def step(self) -> None:
+        """Waits for output and takes in all that is there. RequestFailure ends it."""
+        for arrival in await self.inbox.take():
+            prompt = self._prompts[arrival.prompt]
+            choice = prompt.choices[arrival.choice]
+            if choice.finish is not None or prompt.generation is None:
+                continue
+            if arrival.position != choice.count:
+                message = f"Token {arrival.position} came where {choice.count} was next."
+                raise RequestFailure(FailureKind.INTERNAL, message)
+            self._measure_gap(prompt, choice, arrival.at)
+            choice.add(arrival)
+            if prompt.text_at is None and choice.text_at is not None:
+                prompt.text_at = choice.text_at
+                ttft = choice.text_at - self._accepted
+                self._meter.first_text(prompt.generation.timeline, ttft)
+            if choice.finish is not None:
+                prompt.open -= 1
+                if not prompt.open:
+                    # After a stop string the workers would go on; after their own end
+                    # this does nothing.
+                    prompt.generation.cancel()
+
+    def _measure_gap(self, prompt: _Prompt, choice: _Choice, at: float) -> None:
+        if not choice.count:
+            return
+        if prompt.observe_gap is None and prompt.generation is not None:
+            prompt.observe_gap = self._meter.gap_observer(prompt.generation.timeline)
+        if prompt.observe_gap is not None:
+            prompt.observe_gap(at - choice.last_at)
+
+    def take_parts(self) -> list[Part]:
+        """What can go out now, by choice."""
+        parts = (choice.take_part() for prompt in self._prompts for choice in prompt.choices)
+        return [part for part in parts if part is not None]
+
+    def whole(self) -> list[Part]:
+        """Everything, once all is done and if take_parts was never called."""
+        return [choice.part for prompt in self._prompts for choice in prompt.choices]
+
+    def cancel(self) -> None:
+        for prompt in self._prompts:
+            if prompt.generation is not None:
+                prompt.generation.cancel()
+
+    def usage(self) -> Usage:
+        timelines = self.timelines()
+        return Usage(
+            prompt=sum(len(prompt.token_ids) for prompt in self._prompts),
+            completion=sum(c.count for prompt in self._prompts for c in prompt.choices),
+            cached=sum(timeline.cached_tokens for timeline in timelines),
+        )
+
+    def timelines(self) -> list[Timeline]:
+        return [p.generation.timeline for p in self._prompts if p.generation is not None]
+
+    def settle_timelines(self, tokenize_s: float) -> list[Timeline]:
+        """The timelines with what this side knows filled in."""
+        for prompt in self._prompts:
+            if prompt.generation is None:
+                continue
+            timeline = prompt.generation.timeline
+            spans = [
+                (c.last_at - c.first_at) / (c.count - 1) for c in prompt.choices if c.count > 1
+            ]
+            timeline.tokenize_s = tokenize_s
+            timeline.prompt_tokens = len(prompt.token_ids)
+            timeline.completion_tokens = sum(choice.count for choice in prompt.choices)
+            if prompt.text_at is not None:
+                timeline.ttft_s = prompt.text_at - self._accepted
+            if spans:
+                timeline.tpot_s = sum(spans) / len(spans)
+        return self.timelines()

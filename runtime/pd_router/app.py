@@ -1,0 +1,295 @@
+"""The client port's application: routes, and a request's life from body to last byte.
+
+Body -> `openai` checks it -> `text` makes tokens -> `answer.Run` starts it on the workers
+-> text goes out. It ends in an answer or in one typed failure.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_router.answer import Run
+from pd_router.exchange import Exchange, Receive, Scope, Send
+from pd_router.journal import Journal, Record
+from pd_router.metrics import Metrics
+from pd_router.openai import ApiError, Ask, parse_chat, parse_completion
+from pd_router.prepare import sampling_for, tokenize
+from pd_router.replies import DONE, Replies
+from pd_router.texts import Texts
+from pd_router.types import SessionsApi, WorkersApi
+
+log = logging.getLogger("pd_router.app")
+
+_MIB = 1024 * 1024
+# Workers keep a request's deadline. Where all of them fail to, the router does, later.
+_DEADLINE_MARGIN_S = 5.0
+# How long a client may take to read that its request failed.
+_LAST_WORDS_S = 5.0
+_GENERATING: dict[str, Callable[[bytes], Ask]] = {
+    "/v1/chat/completions": parse_chat,
+    "/v1/completions": parse_completion,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AppSettings:
+    """What the client port promises. Bytes and seconds."""
+
+    model: str
+    max_body_bytes: int = 8 * _MIB
+    request_timeout_s: float = 600.0
+    bundle_wait_s: float = 30.0
+    max_requests: int = 4096
+
+
+class RouterApp:
+    """The ASGI application of the client port. Made in the event loop."""
+
+    def __init__(
+        self,
+        settings: AppSettings,
+        workers: WorkersApi,
+        sessions: SessionsApi,
+        texts: Texts,
+        metrics: Metrics,
+        journal: Journal,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._sessions = sessions
+        self._texts = texts
+        self._metrics = metrics
+        self._journal = journal
+        self._created = int(time.time())
+        self._running: set[_Stop] = set()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        if exchange.path in _GENERATING:
+            record = Record(exchange.path, exchange.request_id, time.monotonic())
+            with self._journal.keeping(record, exchange):
+                await self._guarded(exchange, self._admit(exchange, record), record)
+        else:
+            await self._guarded(exchange, self._route(exchange), None)
+
+    async def _guarded(self, exchange: Exchange, work: Any, record: Record | None) -> None:
+        """Whatever happens, the client gets an answer of ours."""
+        try:
+            await work
+            return
+        except ApiError as error:
+            answer = error
+        except RequestFailure as error:
+            answer = ApiError.of(error.failure)
+        except Exception:
+            log.exception("request=%s path=%s unexpected", exchange.request_id, exchange.path[:100])
+            answer = ApiError.of(Failure(FailureKind.INTERNAL, "The router failed; see its log."))
+        if record is not None:
+            record.failure = answer.failure
+        await _answer_error(exchange, answer)
+
+    # ---- drain ------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuses new work from now on; what runs goes on."""
+        self._draining = True
+
+    @property
+    def running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
+    async def wait_idle(self) -> None:
+        """Until all that ran has ended."""
+        await self._idle.wait()
+
+    def fail_running(self) -> None:
+        """Ends what still runs, each with a typed failure."""
+        failure = Failure(FailureKind.DRAINING, "The router is shutting down.")
+        for stop in list(self._running):
+            stop.now(failure)
+
+    # ---- small routes -----------------------------------------------------------------
+
+    async def _route(self, exchange: Exchange) -> None:
+        path = exchange.path
+        known = path in ("/health", "/ready", "/v1/models") or path.startswith("/v1/models/")
+        if not known:
+            where = f"{exchange.method} {path[:200]}"
+            raise ApiError(404, f"Unknown request URL: {where}.", code="unknown_url")
+        exchange.allow("GET", "HEAD")
+        if path == "/health":
+            await exchange.reply(200, b'{"status":"ok"}')
+        elif path == "/ready":
+            if not self._workers.ready():
+                raise RequestFailure(FailureKind.NO_WORKERS, "No usable pair of workers is there.")
+            await exchange.reply(200, b'{"status":"ready"}')
+        else:
+            model = self._model()
+            if path == "/v1/models":
+                answer = {"object": "list", "data": [model]}
+            else:
+                self._check_model(path.removeprefix("/v1/models/"))
+                answer = model
+            await exchange.reply(200, msgspec.json.encode(answer))
+
+    def _model(self) -> dict[str, Any]:
+        model = {
+            "id": self._settings.model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "pdcluster",
+        }
+        limits = self._workers.limits()
+        return model if limits is None else model | {"max_model_len": limits.context_tokens}
+
+    def _check_model(self, name: str) -> None:
+        if name != self._settings.model:
+            message = (
+                f"The model {name[:200]!r} does not exist; "
+                f"this server has {self._settings.model!r}."
+            )
+            raise ApiError.of(Failure(FailureKind.MODEL_NOT_FOUND, message), "model")
+
+    # ---- generating -------------------------------------------------------------------
+
+    async def _admit(self, exchange: Exchange, record: Record) -> None:
+        exchange.allow("POST")
+        if self._draining:
+            raise RequestFailure(FailureKind.DRAINING, "The router is shutting down; try again.")
+        if len(self._running) >= self._settings.max_requests:
+            message = f"{len(self._running)} requests are running, no more are taken."
+            raise RequestFailure(FailureKind.OVERLOADED, message)
+        stop = _Stop()
+        self._running.add(stop)
+        self._idle.clear()
+        self._metrics.running.set(len(self._running))
+        try:
+            with stop.applying():
+                await self._generate(exchange, record, stop)
+        finally:
+            self._running.discard(stop)
+            self._metrics.running.set(len(self._running))
+            if not self._running:
+                self._idle.set()
+
+    async def _generate(self, exchange: Exchange, record: Record, stop: "_Stop") -> None:
+        body = await exchange.read_body(self._settings.max_body_bytes)
+        ask = record.ask = _GENERATING[exchange.path](body)
+        del body
+        self._check_model(ask.model)
+        watcher = asyncio.get_running_loop().create_task(_watch_client(exchange, stop))
+        try:
+            async with asyncio.timeout(self._left(record) + _DEADLINE_MARGIN_S):
+                await self._run(exchange, ask, record)
+        except TimeoutError:
+            message = f"The request took longer than {self._settings.request_timeout_s:.0f} s."
+            raise RequestFailure(FailureKind.DEADLINE, message) from None
+        finally:
+            watcher.cancel()
+            if record.run is not None:
+                record.run.cancel()
+
+    async def _run(self, exchange: Exchange, ask: Ask, record: Record) -> None:
+        stack = self._texts.current
+        if stack is None:
+            with self._metrics.held.track_inprogress():
+                stack = await self._texts.get(self._settings.bundle_wait_s)
+        started = time.monotonic()
+        prompts = await tokenize(ask, stack, self._texts.pool)
+        record.tokenize_s = time.monotonic() - started
+        limits = self._workers.limits()
+        samplings = [sampling_for(ask, stack, ids, limits) for ids in prompts]
+        run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted)
+        run.inbox.on_gone = exchange.abort
+        record.reply_id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{exchange.own_id}"
+        run.start(self._sessions, record.reply_id, samplings, self._left(record))
+        replies = Replies(ask, record.reply_id, int(time.time()))
+        if ask.stream:
+            await _stream(exchange, ask, run, replies)
+        else:
+            while not run.done:
+                await run.step()
+            await exchange.reply(200, replies.body(run.whole(), run.usage(), prompts))
+
+    def _left(self, record: Record) -> float:
+        """Seconds until the request's deadline."""
+        elapsed = time.monotonic() - record.accepted
+        return max(self._settings.request_timeout_s - elapsed, 0.0)
+
+
+async def _stream(exchange: Exchange, ask: Ask, run: Run, replies: Replies) -> None:
+    """Sends what there is after each step. Nothing goes out before there is text."""
+    while True:
+        parts = run.take_parts()
+        usage = run.usage() if parts and ask.usage_in_each_chunk else None
+        events = b"".join([replies.chunk(part, usage) for part in parts])
+        if run.done:
+            break
+        if events:
+            await exchange.stream(events)
+        await run.step()
+    if ask.include_usage:
+        events += replies.usage_chunk(run.usage())
+    await exchange.end_stream(events + DONE)
+
+
+class _Stop:
+    """Ends what the current task does, at whatever it waits, with a failure."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._failure: Failure | None = None
+        self._applies = False
+
+    def now(self, failure: Failure) -> None:
+        if self._applies and self._failure is None and self._task is not None:
+            self._failure = failure
+            self._task.cancel()
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        self._applies = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            failure, task = self._failure, self._task
+            if failure is None or task is None or task.uncancel() > 0:
+                raise  # somebody else cancelled
+            raise RequestFailure(failure.kind, failure.message) from None
+        finally:
+            self._applies = False
+
+
+async def _watch_client(exchange: Exchange, stop: _Stop) -> None:
+    """As long as this runs, a client that goes ends its request at once."""
+    await exchange.client_gone()
+    if not exchange.complete:
+        stop.now(Failure(FailureKind.CLIENT_GONE, "The client went away."))
+
+
+async def _answer_error(exchange: Exchange, error: ApiError) -> None:
+    """The last thing that a client hears; one that doesn't listen is cut off."""
+    if error.failure.kind is FailureKind.CLIENT_GONE:
+        exchange.status = exchange.status or error.status
+        return
+    if exchange.complete:
+        return
+    try:
+        async with asyncio.timeout(_LAST_WORDS_S):
+            if exchange.status:
+                await exchange.end_stream(error.event())
+            else:
+                await exchange.reply_error(error)
+    except TimeoutError:
+        exchange.abort()

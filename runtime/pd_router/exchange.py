@@ -1,0 +1,146 @@
+"""One HTTP request and its answer over ASGI: the body, the client's going, the bytes out."""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pd_core.failures import FailureKind, RequestFailure
+from pd_router.openai import ApiError
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Header = tuple[bytes, bytes]
+
+BODY_DEADLINE_S = 60.0
+JSON = b"application/json"
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+_STREAM_HEADERS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold the events back
+)
+
+
+class Exchange:
+    """Says what was answered, so that errors after the first byte are told apart."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: bytes = scope["query_string"]
+        self.own_id = secrets.token_hex(12)
+        self.status = 0  # 0: nothing sent yet
+        self.complete = False  # the last byte is out
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._body_read = False
+        self.request_id = self.own_id
+        given = self.header(b"x-request-id")
+        if given is not None and _REQUEST_ID.fullmatch(given):
+            self.request_id = given.decode("ascii")
+
+    def header(self, name: bytes) -> bytes | None:
+        headers: Sequence[Header] = self._scope["headers"]
+        return next((value for key, value in headers if key == name), None)
+
+    def allow(self, *methods: str) -> None:
+        """ApiError for any other method."""
+        if self.method not in methods:
+            allowed = ", ".join(methods)
+            raise ApiError(
+                405,
+                f"{self.method} isn't allowed on {self.path[:200]}; use {allowed}.",
+                code="method_not_allowed",
+                headers=((b"allow", allowed.encode()),),
+            )
+
+    async def read_body(self, limit: int) -> bytes:
+        """The whole body: ApiError when it's too large or comes too slowly."""
+        length = self.header(b"content-length")
+        if length is not None and int(length) > limit:
+            raise _too_large(limit)
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_DEADLINE_S):
+                while not self._body_read:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestFailure(FailureKind.CLIENT_GONE, "The client went away.")
+                    pieces.append(message["body"])
+                    size += len(pieces[-1])
+                    self._body_read = not message["more_body"]
+                    if size > limit:
+                        raise _too_large(limit)
+        except TimeoutError:
+            message_text = f"The body didn't arrive within {BODY_DEADLINE_S:.0f} s."
+            raise ApiError(408, message_text, code="request_timeout") from None
+        return b"".join(pieces)
+
+    async def client_gone(self) -> None:
+        """Returns once the client has gone. Only after the body is read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(
+        self,
+        status: int,
+        body: bytes,
+        headers: Sequence[Header] = (),
+        content_type: bytes = JSON,
+    ) -> None:
+        """A whole answer."""
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, ((b"content-type", content_type), length, *headers))
+        await self._finish(body)
+
+    async def reply_error(self, error: ApiError) -> None:
+        headers = list(error.headers)
+        retry_after = error.failure.traits.retry_after_s
+        if retry_after is not None:
+            headers.append((b"retry-after", b"%d" % retry_after))
+        if error.failure.kind is FailureKind.DRAINING or error.status == 408:
+            headers.append((b"connection", b"close"))
+        await self.reply(error.status, error.body(), headers)
+
+    async def stream(self, chunk: bytes) -> None:
+        """Some events of a stream; the first call sends the headers."""
+        if not self.status:
+            await self._start(200, _STREAM_HEADERS)
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def end_stream(self, chunk: bytes) -> None:
+        """The last events."""
+        if not self.status:
+            await self._start(200, _STREAM_HEADERS)
+        await self._finish(chunk)
+
+    def abort(self) -> None:
+        """Cuts the connection: for a client that doesn't read what it asked for."""
+        abort = self._scope.get("extensions", {}).get("pdcluster.abort")
+        if abort is not None:
+            abort()
+
+    async def _start(self, status: int, headers: Sequence[Header]) -> None:
+        self.status = status
+        request_id = (b"x-request-id", self.request_id.encode("ascii"))
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [*headers, request_id]}
+        )
+
+    async def _finish(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self.complete = True
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The body is larger than {limit} bytes.",
+        code=FailureKind.BODY_TOO_LARGE,
+        kind=FailureKind.BODY_TOO_LARGE,
+    )

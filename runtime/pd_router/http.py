@@ -1,0 +1,187 @@
+"""uvicorn with the bounds that it lacks: headers, waits, connections, half-read bodies."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pd_router.settings import Address
+
+MAX_HEAD_BYTES = 64 * 1024
+HEAD_DEADLINE_S = 30.0
+KEEP_ALIVE_S = 75  # longer than load balancers keep a connection: they close it, not we
+LINGER_S = 10.0
+MAX_CONNECTIONS = 8192
+BACKLOG = 2048
+SHUTDOWN_S = 1
+# What the kernel takes for a client that doesn't read, before we notice.
+SEND_BUFFER_BYTES = 256 * 1024
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Never waits for ever, never keeps more than it needs.
+
+    A request that arrives while another is answered (pipelining) isn't taken: the
+    connection ends after the answer. So reading never stops, and a client that goes
+    away is always noticed at once.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes: int | None = 0  # None: not in a request's head
+        self._in_message = False
+        self._refuses = False
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+            return
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._set_timer(HEAD_DEADLINE_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refuses or self.transport.is_closing():
+            return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, "The request's headers are too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = True
+        self.scope["extensions"] = {"pdcluster.abort": self.transport.abort}
+        if self._timer is None:
+            self._set_timer(HEAD_DEADLINE_S)
+
+    def on_headers_complete(self) -> None:
+        self._head_bytes = None
+        self._clear_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._refuses = True
+            self.cycle.keep_alive = False
+        else:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refuses:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message = False
+        self._head_bytes = 0
+        self._clear_timer()
+        if not self._refuses:
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_message and not self.transport.is_closing():
+            # Answered before its body came (413, say): let the client finish sending, or
+            # it may never see the answer.
+            self._set_timer(LINGER_S)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Ends a connection that doesn't speak HTTP as we do."""
+        self._refuses = True
+        cycle = self.cycle
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.transport.abort()  # anything more would stand inside that answer
+            return
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        head = (
+            f"HTTP/1.1 {status} Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _set_timer(self, seconds: float) -> None:
+        self._clear_timer()
+        self._timer = self.loop.call_later(seconds, self._expired)
+
+    def _clear_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expired(self) -> None:
+        self._timer = None
+        self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server on a bound socket; the process's signals are none of its business."""
+
+    def __init__(self, app: Any, sock: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._sock = sock
+        host, port = sock.getsockname()[:2]
+        self.address = Address(host, port)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serves while the body runs. Whoever leaves has drained: what is left is cut."""
+        task = asyncio.get_running_loop().create_task(self.serve(sockets=[self._sock]))
+        try:
+            while not self.started and not task.done():
+                await asyncio.sleep(0)
+            yield
+        finally:
+            self.should_exit = True
+            await asyncio.gather(task, return_exceptions=True)
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
+
+def bind(address: Address, *, reuse_port: bool = False) -> socket.socket:
+    """A socket bound to an address; OSError when it's taken. Its connections inherit options."""
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(place)
+        sock.setblocking(False)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise OSError(error.errno, f"can't listen on {address}: {error.strerror}") from error
+        raise
+    return sock

@@ -1,0 +1,114 @@
+"""What is remembered of each request: one log line, the metrics, a bounded ring for debug.
+
+Never its text.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pd_core.failures import Failure
+from pd_router.answer import Run
+from pd_router.exchange import Exchange
+from pd_router.metrics import Metrics
+from pd_router.openai import Ask
+from pd_router.types import Timeline
+
+access = logging.getLogger("pd_router.access")
+
+RING_REQUESTS = 1000
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """One HTTP request as it goes along. `accepted` is on the monotonic clock."""
+
+    path: str
+    request_id: str  # the client's, or ours where it gave none
+    accepted: float
+    reply_id: str = ""
+    ask: Ask | None = None
+    run: Run | None = None
+    tokenize_s: float = 0.0
+    failure: Failure | None = None
+
+
+class Journal:
+    """Keeps the last requests' timelines, and tells the log and the metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RING_REQUESTS)
+
+    @contextmanager
+    def keeping(self, record: Record, exchange: Exchange) -> Iterator[None]:
+        """Writes the record down when the request is over, however it ends."""
+        try:
+            yield
+        finally:
+            self._write(record, exchange.status)
+
+    def find(self, request_id: str | None) -> list[dict[str, Any]]:
+        """The latest first; with an id (the header's or the answer's) only those."""
+        return [
+            entry
+            for entry in reversed(self._recent)
+            if request_id is None or request_id in (entry["request_id"], entry["id"])
+        ]
+
+    def _write(self, record: Record, status: int) -> None:
+        total_s = time.monotonic() - record.accepted
+        timelines = record.run.settle_timelines(record.tokenize_s) if record.run else []
+        self._metrics.request_done(record.path, status, total_s)
+        if record.failure is not None:
+            self._metrics.failed(record.failure.kind)
+        for timeline in timelines:
+            self._metrics.generation_done(timeline)
+        failure = record.failure
+        self._recent.append(
+            {
+                "request_id": record.request_id,
+                "id": record.reply_id,
+                "path": record.path,
+                "status": status,
+                "failure": failure and {"kind": failure.kind, "message": failure.message},
+                "total_s": total_s,
+                "ended_at": time.time(),
+                "timelines": [asdict(timeline) for timeline in timelines],
+            }
+        )
+        access.info("%s", _line(record, status, total_s, timelines))
+
+
+def _line(record: Record, status: int, total_s: float, timelines: list[Timeline]) -> str:
+    ask = record.ask
+    words = {
+        "request": record.request_id,
+        "id": record.reply_id,
+        "path": record.path,
+        "status": status,
+        "failure": record.failure.kind if record.failure else "",
+        "stream": "" if ask is None else str(ask.stream).lower(),
+        "prompt_tokens": sum(t.prompt_tokens for t in timelines),
+        "cached_tokens": sum(t.cached_tokens for t in timelines),
+        "completion_tokens": sum(t.completion_tokens for t in timelines),
+        "total_ms": _ms(total_s),
+    }
+    if timelines:
+        first = timelines[0]
+        words |= {
+            "ttft_ms": _ms(first.ttft_s),
+            "tpot_ms": _ms(first.tpot_s),
+            "prefill": first.prefill_worker,
+            "decode": first.decode_worker,
+            "attempts": max(t.attempts for t in timelines),
+        }
+    return " ".join(f"{key}={value}" for key, value in words.items() if value != "")
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1000:.1f}"

@@ -1,0 +1,134 @@
+"""What the router measures: prometheus metrics, and sketches that merge over routers."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from pd_core.failures import Failure, FailureKind
+from pd_core.sketch import WindowSketch
+from pd_router.types import Timeline
+
+CONTENT_TYPE: str = CONTENT_TYPE_LATEST
+# Seconds: 1 ms to 120 s, each about 1.5 times the one before.
+_SECONDS = (
+    *(0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
+    *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5),
+    *(10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0),
+)
+_WINDOW_S = 60.0
+_PREFIX = "pdcluster_router"
+
+
+def prefill_pool(timeline: Timeline) -> str:
+    """The pool that computed the prompt: `both` when it was the one that decoded."""
+    return "both" if timeline.prefill_worker == timeline.decode_worker else "prefill"
+
+
+def decode_pool(timeline: Timeline) -> str:
+    return "both" if timeline.prefill_worker == timeline.decode_worker else "decode"
+
+
+class Metrics:
+    """One router's metrics, for one model."""
+
+    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._clock = clock
+        self.sketches = {"ttft": WindowSketch(_WINDOW_S), "tpot": WindowSketch(_WINDOW_S)}
+        self._ttft = self._histogram("ttft", "Request in to first text out")
+        self._tpot = self._histogram("tpot", "Mean time between a choice's tokens")
+        self._itl = self._histogram("itl", "Time between two tokens of a choice")
+        self._queue = self._histogram("queue", "Wait in the router's admission")
+        self._grant_wait = self._histogram("grant_wait", "Wait for KV room on the decode worker")
+        self._prefill = self._histogram("prefill", "Computing the prompt")
+        self._prefill_queue = self._histogram("prefill_queue", "Wait on the prefill worker")
+        self._transfer = self._histogram("transfer", "KV transfer, first frame to seal")
+        self._total = self._histogram("request", "Request in to last byte out")
+        self._requests = self._counter("requests", "Answered requests", "status", "endpoint")
+        self._failures = self._counter("failures", "Failed requests by kind", "kind")
+        self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken")
+        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed")
+        self._completion_tokens = self._counter("completion_tokens", "Tokens emitted")
+        self._kv_bytes = self._counter("kv_bytes", "KV bytes handed over", "transport")
+        self.running = self._gauge("running_requests", "Requests in the router now")
+        self.ready = self._gauge("ready", "Whether a usable pair of workers is there")
+        self.held = self._gauge("held_requests", "Requests that wait for a first worker")
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(
+            f"{_PREFIX}_{name}_seconds",
+            f"{text}, in seconds.",
+            ("model", "pool"),
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{_PREFIX}_{name}", f"{text}.", ("model", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"{_PREFIX}_{name}", f"{text}.", ("model",), registry=self.registry)
+        return gauge.labels(self._model)
+
+    def gap_observer(self, timeline: Timeline) -> Callable[[float], None]:
+        """Takes the times between tokens of a request whose workers are known, in seconds."""
+        observe: Callable[[float], None] = self._itl.labels(
+            self._model, decode_pool(timeline)
+        ).observe
+        return observe
+
+    def first_text(self, timeline: Timeline, ttft_s: float) -> None:
+        self._ttft.labels(self._model, prefill_pool(timeline)).observe(ttft_s)
+        self.sketches["ttft"].add(ttft_s, self._clock())
+
+    def request_done(self, endpoint: str, status: int, total_s: float) -> None:
+        self._requests.labels(self._model, str(status), endpoint).inc()
+        self._total.labels(self._model, "router").observe(total_s)
+
+    def failed(self, kind: FailureKind) -> None:
+        self._failures.labels(self._model, kind.value).inc()
+
+    def on_retry(self, failure: Failure) -> None:
+        """An attempt failed and another follows (session.MetricsHooks)."""
+        self._retries.labels(self._model, failure.kind.value).inc()
+
+    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
+        """session.MetricsHooks; all that ends is counted by generation_done and failed."""
+
+    def generation_done(self, timeline: Timeline) -> None:
+        """Counts one prompt's way through the workers, however it ended."""
+        model, prefill, decode = self._model, prefill_pool(timeline), decode_pool(timeline)
+        self._prompt_tokens.labels(model).inc(timeline.prompt_tokens)
+        self._cached_tokens.labels(model).inc(timeline.cached_tokens)
+        self._completion_tokens.labels(model).inc(timeline.completion_tokens)
+        self._queue.labels(model, "router").observe(timeline.queue_s)
+        if timeline.ttft_s is None:
+            return  # it didn't get as far as all that follows
+        self._prefill_queue.labels(model, prefill).observe(timeline.prefill_queue_s)
+        self._prefill.labels(model, prefill).observe(timeline.prefill_s)
+        self._grant_wait.labels(model, decode).observe(timeline.grant_wait_s)
+        if timeline.kv_bytes:
+            self._transfer.labels(model, decode).observe(timeline.transfer_s)
+            self._kv_bytes.labels(model, timeline.transport).inc(timeline.kv_bytes)
+        if timeline.tpot_s is not None:
+            self._tpot.labels(model, decode).observe(timeline.tpot_s)
+            self.sketches["tpot"].add(timeline.tpot_s, self._clock())
+
+    def expose(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def sketches_json(self) -> dict[str, Any]:
+        now = self._clock()
+        return {
+            "model": self._model,
+            "window_s": _WINDOW_S,
+            "sketches": {name: sketch.to_json(now) for name, sketch in self.sketches.items()},
+        }

@@ -1,0 +1,463 @@
+"""OpenAI's requests: parsed strictly, checked, and turned into one form, `Ask`.
+
+A field that would change the answer and isn't supported is refused by name; one that
+wouldn't is taken and ignored. Errors carry the JSON path of what is wrong.
+"""
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pd_core.failures import Failure, FailureKind
+
+MAX_CHOICES = 16
+MAX_PROMPTS = 64
+MAX_MESSAGES = 2048
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_STOP_TOKENS = 256
+MAX_TOP_LOGPROBS = 20
+COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's /v1/completions has it
+_MASK64 = (1 << 64) - 1
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error format."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: FailureKind = FailureKind.INVALID_REQUEST,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+        self.failure = Failure(kind, message)
+
+    @classmethod
+    def of(cls, failure: Failure, param: str | None = None) -> "ApiError":
+        status = failure.traits.http_status
+        return cls(status, failure.message, param=param, code=failure.kind, kind=failure.kind)
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self._fields()})
+
+    def event(self) -> bytes:
+        """The last event of a stream that fails after its first byte."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def _fields(self) -> dict[str, str | None]:
+        return {
+            "message": self.failure.message,
+            "type": self.failure.traits.openai_type,
+            "param": self.param,
+            "code": self.code,
+        }
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+# ---- the requests as they come ------------------------------------------------------
+
+_Count = Annotated[int, Meta(ge=0)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage in each chunk, as vLLM has it
+
+
+class ContentPart(Struct):
+    """Other fields belong to kinds of content that are refused by their type."""
+
+    type: str
+    text: str | UnsetType = UNSET
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    # Answers that clients send back carry these; without tools they are empty.
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
+    function_call: Any = None
+
+
+class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What chat and plain completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1)] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: _Share | None = None
+    seed: int | None = None
+    # Extensions under the names that vLLM gave them.
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: _Share | None = None
+    min_tokens: _Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    # Harmless.
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    # Taken only with a value that changes nothing (_HARMLESS).
+    store: Any = None
+    service_tier: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+
+
+class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    parallel_tool_calls: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    max_completion_tokens: _Count | None = None  # load generators send both names
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: int | None = None
+    echo: Any = None
+    suffix: Any = None
+
+
+def _in(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, bool) and value in values
+
+
+_HARMLESS: dict[str, Callable[[Any], bool]] = {
+    "store": lambda value: value is False,
+    "service_tier": _in("auto", "default"),
+    "presence_penalty": _in(0),
+    "frequency_penalty": _in(0),
+    "repetition_penalty": _in(1),
+    "logit_bias": lambda value: value == {},
+    "tools": lambda value: value == [],
+    "tool_choice": _in("auto", "none"),
+    "functions": lambda value: value == [],
+    "function_call": _in("auto", "none"),
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "audio": lambda _: False,
+    "prediction": lambda _: False,
+    "reasoning_effort": _in("none"),
+    "verbosity": _in("medium"),
+    "web_search_options": lambda _: False,
+    "echo": lambda value: value is False,
+    "suffix": lambda value: value == "",
+}
+
+
+# ---- the one form ---------------------------------------------------------------------
+
+Prompt = str | tuple[int, ...]
+ChatMessage = dict[str, str]  # role, content and what else a template may read
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A checked request. Exactly one of `messages` and `prompts` is filled."""
+
+    kind: Literal["chat", "completion"]
+    model: str
+    messages: tuple[ChatMessage, ...]
+    prompts: tuple[Prompt, ...]
+    choices: int  # for each prompt
+    stream: bool
+    include_usage: bool
+    usage_in_each_chunk: bool
+    stops: tuple[str, ...]
+    max_tokens: int | None  # None: up to the context's end
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    logprobs: bool
+    top_logprobs: int
+    return_token_ids: bool
+    cache_salt: bytes
+
+
+_chat_decoder = msgspec.json.Decoder(ChatRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+_Request = TypeVar("_Request", ChatRequest, CompletionRequest)
+
+
+def parse_chat(body: bytes) -> Ask:
+    """ApiError where the body isn't a chat request that we can serve."""
+    request = _decode(_chat_decoder, body)
+    _refuse_unsupported(request)
+    messages = _messages(request.messages)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+    limit = _one_limit(request.max_tokens, request.max_completion_tokens)
+    return _ask(
+        request,
+        kind="chat",
+        messages=messages,
+        max_tokens=limit,
+        logprobs=bool(request.logprobs),
+        top_logprobs=request.top_logprobs or 0,
+    )
+
+
+def parse_completion(body: bytes) -> Ask:
+    """ApiError where the body isn't a completion request that we can serve."""
+    request = _decode(_completion_decoder, body)
+    _refuse_unsupported(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise _unsupported("best_of", "only the value of 'n' is")
+    limit = _one_limit(request.max_tokens, request.max_completion_tokens)
+    return _ask(
+        request,
+        kind="completion",
+        prompts=_prompts(request.prompt),
+        max_tokens=COMPLETION_DEFAULT_TOKENS if limit is None else limit,
+        logprobs=request.logprobs is not None,
+        top_logprobs=request.logprobs or 0,
+    )
+
+
+def _ask(
+    request: ChatRequest | CompletionRequest,
+    *,
+    kind: Literal["chat", "completion"],
+    max_tokens: int | None,
+    logprobs: bool,
+    top_logprobs: int,
+    messages: tuple[ChatMessage, ...] = (),
+    prompts: tuple[Prompt, ...] = (),
+) -> Ask:
+    choices = request.n or 1
+    if choices > MAX_CHOICES:
+        raise invalid("n", f"'n' is {choices}, at most {MAX_CHOICES} choices are made here.")
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise invalid("stream_options", "'stream_options' needs 'stream': true.")
+    if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise invalid("stop_token_ids", f"'stop_token_ids' takes at most {MAX_STOP_TOKENS} ids.")
+    seed = secrets.randbits(64) if request.seed is None else request.seed
+    return Ask(
+        kind=kind,
+        model=request.model,
+        messages=messages,
+        prompts=prompts,
+        choices=choices,
+        stream=bool(request.stream),
+        include_usage=bool(options and options.include_usage),
+        usage_in_each_chunk=bool(options and options.continuous_usage_stats),
+        stops=_stops(request.stop),
+        max_tokens=max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(request.top_k or 0, 0),
+        min_p=request.min_p or 0.0,
+        seed=seed & _MASK64,
+        min_tokens=request.min_tokens or 0,
+        ignore_eos=bool(request.ignore_eos),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        return_token_ids=bool(request.return_token_ids),
+        cache_salt=(request.cache_salt or "").encode(),
+    )
+
+
+# ---- checks -----------------------------------------------------------------------------
+
+_PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
+
+
+def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _mismatch(str(error)) from None
+    except msgspec.DecodeError as error:
+        message = f"The body isn't valid JSON: {error}"
+    except RecursionError:
+        message = "The body's JSON is nested too deeply."
+    raise invalid(None, message, "invalid_json")
+
+
+def _mismatch(text: str) -> ApiError:
+    """msgspec's finding with the path as the parameter's name."""
+    found = _PATH.search(text)
+    path = found[1] if found else ""
+    text = text[: found.start()] if found else text
+    if match := _UNKNOWN.match(text):
+        path = f"{path}.{match[1]}" if path else match[1]
+        return invalid(path, f"Unrecognized request argument supplied: {path}", "unknown_parameter")
+    if match := _MISSING.match(text):
+        path = f"{path}.{match[1]}" if path else match[1]
+        message = f"Missing required parameter: '{path}'."
+        return invalid(path, message, "missing_required_parameter")
+    text = text.replace("`", "")
+    code = "invalid_type" if ", got " in text else "invalid_value"
+    where = f"'{path}'" if path else "the body"
+    return invalid(path or None, f"Invalid value for {where}: {text[:1].lower()}{text[1:]}.", code)
+
+
+def _unsupported(param: str, but: str = "leave it out") -> ApiError:
+    message = f"'{param}' with this value isn't supported yet; {but}."
+    return invalid(param, message, "unsupported_parameter")
+
+
+def _refuse_unsupported(request: Struct) -> None:
+    for name in request.__struct_fields__:
+        harmless = _HARMLESS.get(name)
+        if harmless is not None:
+            value = getattr(request, name)
+            if value is not None and not harmless(value):
+                raise _unsupported(name)
+
+
+def _one_limit(old: int | None, new: int | None) -> int | None:
+    if old is not None and new is not None and old != new:
+        raise invalid(
+            "max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them."
+        )
+    return old if new is None else new
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise invalid("stop", f"'stop' has {len(stops)} strings, at most {MAX_STOPS} are allowed.")
+    for index, text in enumerate(stops):
+        path = "stop" if isinstance(stop, str) else f"stop[{index}]"
+        if not text:
+            raise invalid(path, f"'{path}' must not be empty.")
+        if len(text) > MAX_STOP_CHARS:
+            raise invalid(path, f"'{path}' has more than {MAX_STOP_CHARS} characters.")
+    return stops
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if not prompt:
+        raise invalid("prompt", "'prompt' must not be an empty array.")
+    if all(isinstance(item, int) for item in prompt):
+        return (tuple(item for item in prompt if isinstance(item, int)),)
+    if len(prompt) > MAX_PROMPTS:
+        raise invalid(
+            "prompt", f"'prompt' has {len(prompt)} prompts, at most {MAX_PROMPTS} are taken."
+        )
+    prompts: list[Prompt] = []
+    for index, item in enumerate(prompt):
+        if isinstance(item, int) or type(item) is not type(prompt[0]):
+            path = f"prompt[{index}]"
+            raise invalid(path, f"'{path}' isn't of the same kind as 'prompt[0]'.", "invalid_type")
+        prompts.append(item if isinstance(item, str) else tuple(item))
+    return tuple(prompts)
+
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+def _messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
+    if not messages:
+        raise invalid("messages", "'messages' must hold at least one message.")
+    if len(messages) > MAX_MESSAGES:
+        raise invalid(
+            "messages",
+            f"'messages' has {len(messages)} messages, at most {MAX_MESSAGES} are taken.",
+        )
+    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
+
+
+def _message(path: str, message: Message) -> ChatMessage:
+    if message.role in ("tool", "function"):
+        raise _unsupported(f"{path}.role", "tools aren't")
+    if message.role not in _ROLES:
+        raise invalid(
+            f"{path}.role",
+            f"Invalid value for '{path}.role': {message.role[:40]!r}, "
+            f"expected one of {', '.join(_ROLES)}.",
+        )
+    for name in ("audio", "tool_calls", "tool_call_id", "function_call"):
+        if getattr(message, name):
+            raise _unsupported(f"{path}.{name}")
+    found = {"role": message.role, "content": _content(path, message)}
+    for name in ("name", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _content(path: str, message: Message) -> str:
+    """The text of a message; several parts are lines of their own, as in vLLM."""
+    path = f"{path}.content"
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if message.role != "assistant":
+            raise invalid(path, f"'{path}' must be a string or an array of text parts.")
+        return message.refusal or ""
+    texts = []
+    for index, part in enumerate(content):
+        if part.type not in ("text", "refusal"):
+            where = f"{path}[{index}].type"
+            raise invalid(where, f"'{where}' is {part.type[:40]!r}; this model takes only text.")
+        if isinstance(part.text, UnsetType):
+            where = f"{path}[{index}].text"
+            raise invalid(
+                where, f"Missing required parameter: '{where}'.", "missing_required_parameter"
+            )
+        texts.append(part.text)
+    return "\n".join(texts)

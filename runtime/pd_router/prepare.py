@@ -1,0 +1,90 @@
+"""From a checked request to tokens and sampling, with the limits that apply."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pd_core.failures import Failure, FailureKind
+from pd_router.openai import ApiError, Ask, invalid
+from pd_router.text import TemplateFailed, TextStack
+from pd_router.types import Limits, Sampling
+
+# Where the limits aren't known: workers end a request at their context by themselves.
+_NO_LIMIT = (1 << 31) - 1
+
+
+async def tokenize(ask: Ask, stack: TextStack, pool: ThreadPoolExecutor) -> list[tuple[int, ...]]:
+    """Token ids of each prompt; none is empty."""
+    if ask.kind == "chat":
+        try:
+            text = stack.render(ask.messages)
+        except TemplateFailed as error:
+            raise invalid("messages", str(error), "chat_template_error") from None
+        # The template writes all special tokens itself.
+        prompts = [await stack.encode(text, pool, add_special_tokens=False)]
+    else:
+        prompts = []
+        for number, prompt in enumerate(ask.prompts):
+            if isinstance(prompt, str):
+                prompts.append(await stack.encode(prompt, pool, add_special_tokens=True))
+            else:
+                where = "prompt" if len(ask.prompts) == 1 else f"prompt[{number}]"
+                _check_ids(prompt, where, stack.vocab_size)
+                prompts.append(prompt)
+    for ids in prompts:
+        if not ids:
+            raise invalid(_param(ask), "The prompt has 0 tokens; at least 1 is needed.")
+    _check_ids(ask.stop_token_ids, "stop_token_ids", stack.vocab_size)
+    return prompts
+
+
+def sampling_for(
+    ask: Ask, stack: TextStack, ids: Sequence[int], limits: Limits | None
+) -> Sampling | None:
+    """How to continue a prompt; None when nothing is to be generated."""
+    max_tokens = _NO_LIMIT if ask.max_tokens is None else min(ask.max_tokens, _NO_LIMIT)
+    if limits is not None:
+        max_tokens = min(max_tokens, _room(ask, len(ids), limits))
+    if max_tokens == 0:
+        return None
+    stop_ids = ask.stop_token_ids if ask.ignore_eos else (*ask.stop_token_ids, *stack.eos_token_ids)
+    greedy = ask.top_p == 0  # the smallest set that holds anything: the likeliest token
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=0.0 if greedy else ask.temperature,
+        top_p=1.0 if greedy else ask.top_p,
+        top_k=min(ask.top_k, stack.vocab_size),
+        min_p=ask.min_p,
+        seed=ask.seed,
+        logprobs=ask.logprobs,
+        top_logprobs=ask.top_logprobs,
+        min_tokens=min(ask.min_tokens, max_tokens),
+        ignore_eos=ask.ignore_eos,
+        stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+    )
+
+
+def _room(ask: Ask, prompt_tokens: int, limits: Limits) -> int:
+    """Tokens that may come after the prompt; ApiError when it doesn't fit itself."""
+    wanted = 0 if ask.max_tokens == 0 else 1
+    if prompt_tokens + wanted > limits.context_tokens:
+        kind = FailureKind.CONTEXT_TOO_LONG
+        what = f"the model's context is {limits.context_tokens} tokens, answer included"
+    elif prompt_tokens + wanted > limits.pool_tokens:
+        kind = FailureKind.POOL_TOO_SMALL
+        what = f"the workers' KV cache takes {limits.pool_tokens} tokens, answer included"
+    else:
+        return min(limits.context_tokens, limits.pool_tokens) - prompt_tokens
+    message = f"The prompt has {prompt_tokens} tokens, but {what}."
+    raise ApiError.of(Failure(kind, message), _param(ask))
+
+
+def _check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        place = f"{where}[{bad}]"
+        message = f"'{place}' is {ids[bad]}; this model has the token ids 0 to {vocab_size - 1}."
+        raise invalid(place, message)
+
+
+def _param(ask: Ask) -> str:
+    return "messages" if ask.kind == "chat" else "prompt"

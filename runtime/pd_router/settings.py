@@ -1,0 +1,86 @@
+"""The router's flags."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_PORT_MAX = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to listen. Port 0: any free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Bytes and seconds."""
+
+    model: str
+    router_name: str
+    http: Address
+    admin: Address
+    control: Address
+    reuse_port: bool = False
+    drain_timeout_s: float = 60.0
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_requests: int = 4096
+    max_queued: int = 4096
+    queue_wait_s: float = 30.0
+
+
+def parse(arguments: Sequence[str]) -> Settings:
+    """Exits with status 2 and a word on what is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pd_router",
+        description="Speaks the OpenAI API to clients and places their requests on workers.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME", help="the name that clients send")
+    add("--router-name", required=True, metavar="POD")
+    add("--http", required=True, type=address, metavar="HOST:PORT", help="the clients' port")
+    add("--admin", required=True, type=address, metavar="HOST:PORT", help="metrics and debug")
+    add("--control", required=True, type=address, metavar="HOST:PORT", help="the workers' port")
+    add("--reuse-port", action="store_true", help="let another process share the clients' port")
+    add("--drain-timeout-s", type=_positive, default=Settings.drain_timeout_s, metavar="S")
+    add("--request-timeout-s", type=_positive, default=Settings.request_timeout_s, metavar="S")
+    add("--max-body-bytes", type=_count, default=Settings.max_body_bytes, metavar="N")
+    add("--max-requests", type=_count, default=Settings.max_requests, metavar="N")
+    add("--max-queued", type=_count, default=Settings.max_queued, metavar="N")
+    add("--queue-wait-s", type=_positive, default=Settings.queue_wait_s, metavar="S")
+    return Settings(**vars(parser.parse_args(arguments)))
+
+
+def address(text: str) -> Address:
+    """host:port, with an IPv6 host in brackets."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: give HOST:PORT")
+    if int(port) > _PORT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: a port is at most {_PORT_MAX}")
+    return Address(host, int(port))
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+    return int(text)

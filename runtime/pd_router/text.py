@@ -1,0 +1,321 @@
+"""Text to tokens and back: chat template, tokenizer, incremental detokenizer, stop strings."""
+
+import asyncio
+import codecs
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from typing import Any, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from pd_router.types import Bundle
+
+# Below this many characters encoding takes less than a thread's round trip is worth.
+INLINE_CHARS = 2048
+# A character has at most four bytes: after so many tokens it isn't one that will come.
+_MAX_INCOMPLETE = 16
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class TemplateFailed(ValueError):
+    """The chat template refused the messages; the text is the template's own."""
+
+
+# ---- chat templates, rendered as transformers' apply_chat_template does ------------------
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's text for training; here it changes nothing."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_render")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _render(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML, which is wrong in a prompt."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def compile_template(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+# ---- tokens to text ---------------------------------------------------------------------
+
+
+class Detokenizer(Protocol):
+    """One choice's tokens to text, a token at a time.
+
+    Over a whole choice, what push and finish return is what the tokenizer's decode,
+    without special tokens, returns for all of them.
+    """
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        ...
+
+
+class ByteDetokenizer:
+    """For byte-level tokenizers: a token is some bytes, whatever stands beside it."""
+
+    def __init__(self, table: Sequence[bytes]) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        table = self._table
+        return self._utf8.decode(table[token]) if token < len(table) else ""
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class WindowDetokenizer:
+    """For all other tokenizers: decodes a window of the last tokens again and again.
+
+    `context` is what stands before the first token, for decoders to which that matters
+    (some drop the blank at the beginning).
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
+        self._decode = decode
+        self._window = list(context)
+        self._done = len(self._window)  # how many of the window have all their text out
+        self._before = decode(self._window)
+
+    def push(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        incomplete = len(text) <= len(self._before) or text.endswith(_REPLACEMENT)
+        if incomplete and len(self._window) - self._done < _MAX_INCOMPLETE:
+            return ""
+        out = text[len(self._before) :]
+        self._window = self._window[self._done :]
+        self._done = len(self._window)
+        self._before = self._decode(self._window)
+        return out
+
+    def finish(self) -> str:
+        out = self._decode(self._window)[len(self._before) :]
+        self._before += out
+        return out
+
+
+class StopMatcher:
+    """Finds stop strings in text that comes in pieces, wherever the pieces are cut.
+
+    Text that may turn out to begin a stop string is held back. The string whose end
+    comes first wins (the longest, where several end together).
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._fallbacks = tuple(_fallbacks(stop) for stop in self._stops)
+        self._matched = [0] * len(self._stops)  # characters of each that the text ends with
+        self._first = frozenset(stop[0] for stop in self._stops)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that may go out, whether a stop string was found: then nothing more may)."""
+        if not self._held and self._first.isdisjoint(text):
+            return text, False
+        buffer = self._held + text
+        for end, char in enumerate(text, len(self._held) + 1):
+            found = self._advance(char)
+            if found:
+                self._held = ""
+                return buffer[: end - found], True
+        keep = max(self._matched)
+        cut = len(buffer) - keep
+        self._held = buffer[cut:]
+        return buffer[:cut], False
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> int:
+        """Length of the longest stop string that ends with this character, or 0."""
+        found = 0
+        for number, stop in enumerate(self._stops):
+            length, back = self._matched[number], self._fallbacks[number]
+            while length and stop[length] != char:
+                length = back[length - 1]
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                found = max(found, length)
+                length = back[length - 1]
+            self._matched[number] = length
+        return found
+
+
+def _fallbacks(pattern: str) -> tuple[int, ...]:
+    """Knuth-Morris-Pratt: for each prefix, its longest border."""
+    table = [0] * len(pattern)
+    length = 0
+    for index in range(1, len(pattern)):
+        while length and pattern[index] != pattern[length]:
+            length = table[length - 1]
+        if pattern[index] == pattern[length]:
+            length += 1
+        table[index] = length
+    return tuple(table)
+
+
+# ---- a model's tokenizer ------------------------------------------------------------------
+
+
+class TextStack:
+    """All that a model's bundle says about text. Building one takes up to a second."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle_hash = bundle.bundle_hash
+        self.eos_token_ids = bundle.eos_token_ids
+        text = bundle.tokenizer_json.decode()
+        self._tokenizer = Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocab_size = max(bundle.vocab_size, self._tokenizer.get_vocab_size())
+        self._special: Mapping[str, str] = dict(bundle.special_tokens)
+        self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
+        self._knows_developer = "developer" in bundle.chat_template
+        decoder = json.loads(text).get("decoder") or {}
+        self._bytes = _byte_table(self._tokenizer) if _is_byte_level(decoder) else None
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt of a chat. TemplateFailed with the template's message."""
+        if self._template is None:
+            raise TemplateFailed("This model has no chat template; use /v1/completions.")
+        chat = [dict(message) for message in messages]
+        if not self._knows_developer:
+            for message in chat:
+                if message["role"] == "developer":  # the newer name of the same thing
+                    message["role"] = "system"
+        try:
+            return self._template.render(
+                messages=chat,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special,
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateFailed(f"The chat template refused the messages: {error}") from error
+        except (TypeError, ValueError, KeyError, LookupError, OverflowError) as error:
+            raise TemplateFailed(f"The chat template failed: {error}") from error
+
+    async def encode(
+        self, text: str, pool: ThreadPoolExecutor, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        """Token ids. Long texts are encoded in a thread, without holding up the loop."""
+        if len(text) <= INLINE_CHARS:
+            return self._encode(text, add_special_tokens)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        # Unlike `encode`, the batch form lets go of the GIL.
+        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(found[0].ids)
+
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """For one choice. `context`: the last tokens of the prompt that the text continues."""
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes)
+        return WindowDetokenizer(self._decode, context[-8:])
+
+    def token_bytes(self, token: int) -> bytes:
+        """A token alone, special ones too, for log-probabilities."""
+        if self._bytes is not None and token < len(self._bytes) and self._bytes[token]:
+            return self._bytes[token]
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text.encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def _is_byte_level(decoder: Mapping[str, Any]) -> bool:
+    if decoder.get("type") == "Sequence":
+        inner = decoder.get("decoders", [])
+        return len(inner) == 1 and _is_byte_level(inner[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def _byte_table(tokenizer: Any) -> list[bytes]:
+    """For each token id its bytes; none for special tokens and ids without a token."""
+    letters = _byte_letters()
+    vocab: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    special = {
+        number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+    }
+    table = [b""] * (max(vocab.values(), default=-1) + 1)
+    for token, number in vocab.items():
+        if number not in special:
+            try:
+                table[number] = bytes([letters[letter] for letter in token])
+            except KeyError:  # an added token stands for itself
+                table[number] = token.encode()
+    return table
+
+
+def _byte_letters() -> dict[str, int]:
+    """How byte-level tokenizers write bytes as printable characters (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    return letters
