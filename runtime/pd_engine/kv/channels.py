@@ -22,6 +22,7 @@ class ChannelSettings:
     max_lent: int = 128
     max_idle: int = 32
     connect_s: float = 5.0  # name, connection and handshake together
+    abort_s: float = 0.5  # for the target to take an abort, or to say why it closed
     idle_s: float = 60.0
 
 
@@ -93,6 +94,7 @@ class Channels:
         settings: ChannelSettings,
         clock: Callable[[], float],
     ) -> None:
+        self.abort_s = settings.abort_s
         self._layout = layout
         self._worker = worker
         self._epoch = epoch

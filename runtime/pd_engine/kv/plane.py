@@ -27,7 +27,7 @@ from pd_engine.imports import ImportStats
 from pd_engine.kv.channels import Channels, ChannelSettings
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.receiver import KvReceiver, ReceiverSettings
-from pd_engine.kv.sender import KvSender, SenderSettings
+from pd_engine.kv.sender import KvSender
 from pd_engine.transfer import ExportLimits, ImportLimits, TransferId
 from pd_engine.types import RequestKey, TokenOut
 from pd_proto.v1 import engine_pb2 as pb
@@ -73,7 +73,7 @@ class KvSettings:
     exports: ExportLimits = field(default_factory=ExportLimits)
     receiver: ReceiverSettings = field(default_factory=ReceiverSettings)
     channels: ChannelSettings = field(default_factory=ChannelSettings)
-    sender: SenderSettings = field(default_factory=SenderSettings)
+    kv_rate_limit_bytes_s: float = 0.0  # of all exports together; 0: as fast as it goes
     tick_s: float = 0.25  # how often leases and deadlines are looked at
 
 
@@ -102,7 +102,12 @@ class KvPlane:
         )
         self._channels = Channels(layout, worker, epoch, settings.channels, clock)
         self._sender = KvSender(
-            self._exports, memory, self._channels, self._apply_exports, clock, settings.sender
+            self._exports,
+            memory,
+            self._channels,
+            self._apply_exports,
+            clock,
+            settings.kv_rate_limit_bytes_s,
         )
         self._ticker: asyncio.Task[None] | None = None
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.exports import ExportAction, Exports, PushJob, SealJob, StopJob, Target
@@ -17,16 +16,8 @@ from pd_engine.types import RequestKey
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SenderSettings:
-    """`rate_limit_bytes_s` 0: as fast as it goes. Times in seconds."""
-
-    rate_limit_bytes_s: float = 0.0
-    abort_s: float = 0.5  # for the target to take an abort, or for us to hear why it closed
-
-
 class Pacer:
-    """Spaces the frames of all transfers so that together they keep to a rate."""
+    """Spaces the frames of all transfers so that together they keep to a rate (0: none)."""
 
     CREDIT_S = 0.005
     """A sleep that took too long is made up for, up to this."""
@@ -57,15 +48,14 @@ class KvSender:
         channels: Channels,
         apply: Callable[[Sequence[ExportAction]], None],
         clock: Callable[[], float],
-        settings: SenderSettings,
+        bytes_s: float,
     ) -> None:
         self.exports = exports
         self.memory = memory
         self.channels = channels
         self.apply = apply
         self.clock = clock
-        self.settings = settings
-        self.pacer = Pacer(settings.rate_limit_bytes_s, clock)
+        self.pacer = Pacer(bytes_s, clock)
         self._carriers: dict[RequestKey, _Carrier] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -158,7 +148,7 @@ class _Carrier:
             self._end(Failure(FailureKind.INTERNAL, f"transfer {self._id}: {e}"))
         except OSError as e:
             if self._channel is not None:
-                await self._channel.heard_out(self._sender.settings.abort_s)
+                await self._channel.heard_out(self._sender.channels.abort_s)
             self._broken(f"sending to {self._target.address}: {e}")
         except Exception as e:
             log.exception("transfer %s", self._id)
@@ -196,7 +186,7 @@ class _Carrier:
             return
         if abort and not channel.dirty and not channel.lost:
             with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(self._sender.settings.abort_s):
+                async with asyncio.timeout(self._sender.channels.abort_s):
                     head = AbortHead(self._target.grant, self._id, abort)
                     await channel.send(frames.encode_abort(head))
         await self._sender.channels.give_back(channel, reuse=not self._spent)
