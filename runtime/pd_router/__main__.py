@@ -110,6 +110,7 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
     )
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     settings = flags.parse(sys.argv[1:])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol
 
 import jinja2
@@ -261,11 +262,13 @@ class TextStack:
     ) -> tuple[int, ...]:
         """Token ids. Long texts are encoded in a thread, without holding up the loop."""
         if len(text) <= INLINE_CHARS:
-            return self._encode(text, add_special_tokens)
+            return self.encode_now(text, add_special_tokens=add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, self._encode, text, add_special_tokens)
+        work = partial(self.encode_now, text, add_special_tokens=add_special_tokens)
+        return await loop.run_in_executor(pool, work)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    def encode_now(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids, here and now."""
         # Unlike `encode`, the batch form lets go of the GIL.
         found = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found[0].ids)
