@@ -92,7 +92,7 @@ class RouterApp:
         except RequestFailure as error:
             answer = ApiError.of(error.failure)
         except Exception:
-            log.exception("request=%s path=%s unexpected", exchange.request_id, exchange.path[:100])
+            log.exception("request=%s path=%.100r unexpected", exchange.request_id, exchange.path)
             answer = ApiError.of(Failure(FailureKind.INTERNAL, "The router failed; see its log."))
         if record is not None:
             record.failure = answer.failure
@@ -205,10 +205,10 @@ class RouterApp:
         if stack is None:
             with self._metrics.held.track_inprogress():
                 stack = await self._texts.get(self._settings.bundle_wait_s)
-        started = time.monotonic()
-        prompts = await tokenize(ask, stack, self._texts.pool)
-        record.tokenize_s = time.monotonic() - started
         limits = self._workers.limits()
+        started = time.monotonic()
+        prompts = await tokenize(ask, stack, limits, self._texts.pool)
+        record.tokenize_s = time.monotonic() - started
         samplings = [sampling_for(ask, stack, ids, limits) for ids in prompts]
         run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted)
         run.inbox.on_gone = exchange.abort

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import json
+import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
@@ -55,8 +57,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._head_bytes is not None:
             self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
+        if self.transport.is_closing() or self._head_bytes is None:
+            return
+        if self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "The request's headers are too large.")
+        elif self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            # Bytes that begin no request ended the wait for the next one: it goes on.
+            self._set_timer(HEAD_DEADLINE_S)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -105,8 +112,9 @@ class BoundedProtocol(HttpToolsProtocol):
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         head = (
-            f"HTTP/1.1 {status} Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"x-request-id: {secrets.token_hex(12)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

@@ -21,6 +21,7 @@ from pd_router.types import Timeline
 access = logging.getLogger("pd_router.access")
 
 RING_REQUESTS = 1000
+RING_TIMELINES = 16  # of one request with many prompts
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +79,7 @@ class Journal:
                 "failure": failure and {"kind": failure.kind, "message": failure.message},
                 "total_s": total_s,
                 "ended_at": time.time(),
-                "timelines": [asdict(timeline) for timeline in timelines],
+                "timelines": [asdict(timeline) for timeline in timelines[:RING_TIMELINES]],
             }
         )
         access.info("%s", _line(record, status, total_s, timelines))

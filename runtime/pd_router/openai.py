@@ -22,6 +22,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
 MAX_TOP_LOGPROBS = 20
+MAX_SEQUENCES = 128  # prompts times choices
+MAX_MESSAGE_CHARS = 1000  # of an error: it may quote what the client sent
+MAX_PARAM_CHARS = 200
 COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's /v1/completions has it
 _MASK64 = (1 << 64) - 1
 
@@ -39,9 +42,10 @@ class ApiError(Exception):
         kind: FailureKind = FailureKind.INVALID_REQUEST,
         headers: tuple[tuple[bytes, bytes], ...] = (),
     ) -> None:
+        message = message[:MAX_MESSAGE_CHARS]
         super().__init__(message)
         self.status = status
-        self.param = param
+        self.param = param and param[:MAX_PARAM_CHARS]
         self.code = code
         self.headers = headers
         self.failure = Failure(kind, message)
@@ -255,13 +259,17 @@ def parse_completion(body: bytes) -> Ask:
     """ApiError where the body isn't a completion request that we can serve."""
     request = _decode(_completion_decoder, body)
     _refuse_unsupported(request)
+    prompts = _prompts(request.prompt)
+    if len(prompts) * (request.n or 1) > MAX_SEQUENCES:
+        sequences = f"{len(prompts)} prompts with {request.n} choices each"
+        raise invalid("n", f"{sequences}: at most {MAX_SEQUENCES} choices are made in all.")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise _unsupported("best_of", "only the value of 'n' is")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
     return _ask(
         request,
         kind="completion",
-        prompts=_prompts(request.prompt),
+        prompts=prompts,
         max_tokens=COMPLETION_DEFAULT_TOKENS if limit is None else limit,
         logprobs=request.logprobs is not None,
         top_logprobs=request.logprobs or 0,

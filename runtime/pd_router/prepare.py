@@ -12,19 +12,23 @@ from pd_router.types import Limits, Sampling
 _NO_LIMIT = (1 << 31) - 1
 
 
-async def tokenize(ask: Ask, stack: TextStack, pool: ThreadPoolExecutor) -> list[tuple[int, ...]]:
+async def tokenize(
+    ask: Ask, stack: TextStack, limits: Limits | None, pool: ThreadPoolExecutor
+) -> list[tuple[int, ...]]:
     """Token ids of each prompt; none is empty."""
     if ask.kind == "chat":
         try:
             text = stack.render(ask.messages)
         except TemplateFailed as error:
             raise invalid("messages", str(error), "chat_template_error") from None
+        _refuse_hopeless(ask, stack, text, limits)
         # The template writes all special tokens itself.
         prompts = [await stack.encode(text, pool, add_special_tokens=False)]
     else:
         prompts = []
         for number, prompt in enumerate(ask.prompts):
             if isinstance(prompt, str):
+                _refuse_hopeless(ask, stack, prompt, limits)
                 prompts.append(await stack.encode(prompt, pool, add_special_tokens=True))
             else:
                 where = "prompt" if len(ask.prompts) == 1 else f"prompt[{number}]"
@@ -63,7 +67,14 @@ def sampling_for(
     )
 
 
-def _room(ask: Ask, prompt_tokens: int, limits: Limits) -> int:
+def _refuse_hopeless(ask: Ask, stack: TextStack, text: str, limits: Limits | None) -> None:
+    """Spares a text that can't fit the seconds that encoding it would take."""
+    least = stack.least_tokens(text)
+    if limits is not None and least > min(limits.context_tokens, limits.pool_tokens):
+        _room(ask, least, limits, "at least ")
+
+
+def _room(ask: Ask, prompt_tokens: int, limits: Limits, about: str = "") -> int:
     """Tokens that may come after the prompt; ApiError when it doesn't fit itself."""
     wanted = 0 if ask.max_tokens == 0 else 1
     if prompt_tokens + wanted > limits.context_tokens:
@@ -74,7 +85,7 @@ def _room(ask: Ask, prompt_tokens: int, limits: Limits) -> int:
         what = f"the workers' KV cache takes {limits.pool_tokens} tokens, answer included"
     else:
         return min(limits.context_tokens, limits.pool_tokens) - prompt_tokens
-    message = f"The prompt has {prompt_tokens} tokens, but {what}."
+    message = f"The prompt has {about}{prompt_tokens} tokens, but {what}."
     raise ApiError.of(Failure(kind, message), _param(ask))
 
 

@@ -232,8 +232,10 @@ class TextStack:
         self._special: Mapping[str, str] = dict(bundle.special_tokens)
         self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
         self._knows_developer = "developer" in bundle.chat_template
-        decoder = json.loads(text).get("decoder") or {}
-        self._bytes = _byte_table(self._tokenizer) if _is_byte_level(decoder) else None
+        parts = json.loads(text)
+        byte_level = _is_byte_level(parts.get("decoder") or {})
+        self._bytes = _byte_table(self._tokenizer) if byte_level else None
+        self._longest = _longest_token(self._tokenizer, self._bytes, parts)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt of a chat. TemplateFailed with the template's message."""
@@ -256,6 +258,10 @@ class TextStack:
             raise TemplateFailed(f"The chat template refused the messages: {error}") from error
         except (TypeError, ValueError, KeyError, LookupError, OverflowError) as error:
             raise TemplateFailed(f"The chat template failed: {error}") from error
+
+    def least_tokens(self, text: str) -> int:
+        """Tokens that the text has at the very least, without the cost of encoding it."""
+        return -(-len(text) // self._longest) if self._longest else 0
 
     async def encode(
         self, text: str, pool: ThreadPoolExecutor, *, add_special_tokens: bool
@@ -313,6 +319,18 @@ def _byte_table(tokenizer: Any) -> list[bytes]:
             except KeyError:  # an added token stands for itself
                 table[number] = token.encode()
     return table
+
+
+def _longest_token(tokenizer: Any, table: Sequence[bytes] | None, parts: Mapping[str, Any]) -> int:
+    """Bytes of the longest token; 0 where some text could vanish without a token for it."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    if table is None or parts.get("normalizer"):
+        return 0
+    if any(token.lstrip or token.rstrip for token in added):
+        return 0
+    if not {bytes([byte]) for byte in range(256)} <= set(table):
+        return 0
+    return max(*map(len, table), *(len(token.content.encode()) for token in added), 1)
 
 
 def _byte_letters() -> dict[str, int]:

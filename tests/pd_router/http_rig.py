@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
@@ -216,9 +215,11 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(bundle: Bundle | None | Path = Path(), **settings: Any) -> AsyncIterator[Rig]:
-    """A running router. `bundle`: the tiny model's unless given; None: none has come yet."""
-    if isinstance(bundle, Path):
+async def rig(
+    *, bundle: Bundle | None = None, bundled: bool = True, **settings: Any
+) -> AsyncIterator[Rig]:
+    """A running router, with the tiny model's bundle unless another is given."""
+    if bundled and bundle is None:
         bundle = tiny_bundle()
     workers, sessions = PlayedWorkers(bundle), PlayedSessions()
     texts, metrics = Texts(workers), Metrics(MODEL)
