@@ -186,7 +186,8 @@ class Announcer:
             await asyncio.gather(beats, return_exceptions=True)
 
     async def _serve_notices(self, call: grpc.aio.StreamStreamCall, writing: asyncio.Lock) -> None:
-        async for notice in call:
+        # grpc.aio takes either reads or iteration on a call, and the Welcome was read.
+        while (notice := await call.read()) is not grpc.aio.EOF:
             if notice.HasField("want_bundle"):
                 async with writing:
                     await call.write(pb.WorkerReport(bundle=self._bundle))
