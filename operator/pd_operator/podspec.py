@@ -93,6 +93,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             f"--http=$({HTTP_BIND_ENV})",
             f"--admin=$(POD_IP):{ADMIN_PORT}",
             f"--control=$(POD_IP):{CONTROL_PORT}",
+            f"--drain-timeout-s={cluster.rollout.drain_timeout_s:g}",
         ],
         "env": podparts.env({HTTP_BIND_ENV: f"$(POD_IP):{HTTP_PORT}"}, template),
         "ports": podparts.container_ports(ROUTER_PORTS),
@@ -100,7 +101,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         # endpoints would refuse connections where clients should get a 503.
         "startupProbe": podparts.probe("/health", "http", period_s=1, failures=60),
         "readinessProbe": podparts.probe("/health", "http", period_s=2, failures=3),
-        "livenessProbe": podparts.liveness("/health", "http"),
+        "livenessProbe": podparts.liveness("/health", "admin"),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
         "volumeMounts": [*SCRATCH_MOUNTS],
         **podparts.resources(template.requests, template.limits),

@@ -1,0 +1,87 @@
+"""One streamed chat over the OpenAI API, without a client library."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+_LINE_BYTES = 1 << 20
+
+
+class ChatFailed(Exception):
+    """The server refused, broke off, or said something that isn't the API."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the answer; `reply_id` names the answer."""
+
+    reply_id: str
+    text: str
+
+
+async def stream(
+    host: str, port: int, body: dict[str, Any], *, timeout_s: float
+) -> AsyncIterator[Piece]:
+    """The answer's pieces as they come. `timeout_s` bounds the wait for each line."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port, limit=_LINE_BYTES)
+    except (OSError, TimeoutError) as error:
+        raise ChatFailed(f"can't connect to {host}:{port}: {error}") from error
+    try:
+        data = json.dumps({**body, "stream": True}).encode()
+        head = (
+            f"POST /v1/chat/completions HTTP/1.0\r\nHost: {host}:{port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        writer.write(head.encode() + data)
+        status = await _status(reader, timeout_s)
+        if status != 200:
+            raise ChatFailed(f"status {status}: {(await reader.read(4096)).decode()}")
+        while (event := await _event(reader, timeout_s)) != "[DONE]":
+            yield _piece(event)
+    finally:
+        writer.transport.abort()
+
+
+async def _line(reader: asyncio.StreamReader, timeout_s: float) -> str:
+    try:
+        async with asyncio.timeout(timeout_s):
+            line = await reader.readline()
+    except (OSError, ValueError, TimeoutError) as error:
+        raise ChatFailed(f"the answer stopped: {error or 'no more of it came'}") from error
+    if not line:
+        raise ChatFailed("the answer broke off")
+    return line.decode().rstrip("\r\n")
+
+
+async def _status(reader: asyncio.StreamReader, timeout_s: float) -> int:
+    """The status of the response; its headers are read past."""
+    words = (await _line(reader, timeout_s)).split()
+    while await _line(reader, timeout_s):
+        continue
+    if len(words) < 2 or not words[1].isdecimal():
+        raise ChatFailed("the answer is not HTTP")
+    return int(words[1])
+
+
+async def _event(reader: asyncio.StreamReader, timeout_s: float) -> str:
+    """The data of the next server-sent event."""
+    while True:
+        line = await _line(reader, timeout_s)
+        if line.startswith("data:"):
+            return line.removeprefix("data:").strip()
+
+
+def _piece(event: str) -> Piece:
+    try:
+        data = json.loads(event)
+        if "error" in data:
+            raise ChatFailed(str(data["error"].get("message", data["error"])))
+        choices = data["choices"]
+        text = choices[0]["delta"].get("content") if choices else None
+        return Piece(str(data["id"]), text or "")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ChatFailed(f"not an event of the API: {event[:200]}") from error

@@ -1,0 +1,180 @@
+"""A cluster in the foreground: up, its file watched, down by a signal."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pd_cli import document
+from pd_cli.console import Terminal
+from pd_operator import api
+from pd_operator.api import Cluster, InvalidCluster
+from pd_operator.local import support
+from pd_operator.local.cluster import LocalCluster, Options
+from pd_operator.local.network import AddressTaken
+from pd_operator.local.state import AlreadyRunning
+
+OK, FAILED, BAD_FILE = 0, 1, 2
+_POLL_S = 0.5
+_SETTLE_POLL_S = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Failed(Exception):
+    """What was to be done with the cluster didn't work; the message is for the user."""
+
+
+WhenReady = Callable[[LocalCluster], Awaitable[bool]]
+"""Called once when the cluster is ready; True lets it go on until a signal."""
+
+
+def run(file: Path, options: Options, when_ready: WhenReady | None = None) -> int:
+    """The exit code: 0 after a signal, 1 when it can't run, 2 for a bad file."""
+    if sys.platform != "linux":
+        click.echo("running a PDCluster on this machine needs Linux", err=True)
+        return FAILED
+    try:
+        body = document.load(file)
+        cluster = check(body)
+    except (document.BadFile, InvalidCluster) as error:
+        report(file, error)
+        return BAD_FILE
+    try:
+        return asyncio.run(_Session(file, options, when_ready).run(cluster, body))
+    except (AlreadyRunning, AddressTaken, Failed) as error:
+        click.echo(str(error), err=True)
+        return FAILED
+
+
+def check(body: dict[str, Any]) -> Cluster:
+    """The parsed document, if this machine can run it. InvalidCluster otherwise."""
+    cluster = api.parse(body)
+    support.check(cluster)
+    return cluster
+
+
+def report(file: Path, error: document.BadFile | InvalidCluster) -> None:
+    """Every mistake on a line of its own."""
+    if isinstance(error, InvalidCluster):
+        for one in error.errors:
+            click.echo(f"{file}: {one}", err=True)
+    else:
+        click.echo(str(error), err=True)
+
+
+class _Session:
+    def __init__(self, file: Path, options: Options, when_ready: WhenReady | None) -> None:
+        self._file = file
+        self._options = options
+        self._when_ready = when_ready
+        self._terminal = Terminal()
+        self._stop = asyncio.Event()
+        self._signals = 0
+
+    async def run(self, cluster: Cluster, body: dict[str, Any]) -> int:
+        local = LocalCluster(cluster.name, self._options, self._terminal)
+        try:
+            with self._handled_signals(local):
+                for note in support.notes(cluster):
+                    self._terminal.line(f"note: {note}")
+                local.submit(body)
+                return await self._until_stopped(local)
+        finally:
+            self._terminal.end_progress()
+            await local.close()
+
+    @contextlib.contextmanager
+    def _handled_signals(self, local: LocalCluster) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, local)
+        yield
+
+    def _on_signal(self, local: LocalCluster) -> None:
+        self._signals += 1
+        if self._signals > 1:
+            local.hurry()
+            return
+        self._terminal.end_progress()
+        self._terminal.line("stopping; once more to end it at once")
+        self._stop.set()
+
+    async def _until_stopped(self, local: LocalCluster) -> int:
+        """Until a signal, or until one of the tasks fails: that is a bug of ours."""
+        stopped = asyncio.create_task(self._stop.wait())
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(local.run()),
+            asyncio.create_task(self._watch(local)),
+            asyncio.create_task(self._announce(local)),
+        ]
+        pending: set[asyncio.Task[Any]] = {stopped, *tasks}
+        try:
+            while not stopped.done():
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+        finally:
+            for task in [stopped, *tasks]:
+                task.cancel()
+            await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        return OK
+
+    async def _announce(self, local: LocalCluster) -> None:
+        await local.wait_ready()
+        self._terminal.end_progress()
+        self._terminal.line(f"ready: {local.url}")
+        if self._when_ready is not None and not await self._when_ready(local):
+            self._stop.set()
+
+    async def _watch(self, local: LocalCluster) -> None:
+        """Edits of the file, by polling: an editor may replace it or write it in place."""
+        seen = _stamp(self._file)
+        while True:
+            await asyncio.sleep(_POLL_S)
+            stamp = _stamp(self._file)
+            if stamp == seen:
+                continue
+            seen = stamp
+            await self._edited(local)
+
+    async def _edited(self, local: LocalCluster) -> None:
+        before = local.document()
+        try:
+            local.submit(document.load(self._file))
+        except (document.BadFile, InvalidCluster) as error:
+            report(self._file, error)
+            click.echo(f"{self._file}: not applied; what runs stays as it is", err=True)
+            return
+        if local.document() is not before:
+            self._terminal.line(f"{self._file}: changed, applying")
+            await self._settled(local)
+
+    async def _settled(self, local: LocalCluster) -> None:
+        """Tells when an edit is in effect, unless the next edit comes first."""
+        seen = _stamp(self._file)
+        while _stamp(self._file) == seen:
+            if _is_in_effect(local.document()):
+                self._terminal.line(f"{self._file}: in effect")
+                return
+            await asyncio.sleep(_SETTLE_POLL_S)
+
+
+def _is_in_effect(body: dict[str, Any]) -> bool:
+    status = body.get("status", {})
+    return status.get("observedGeneration") == body["metadata"]["generation"] and any(
+        one["type"] == "Ready" and one["status"] == "True" for one in status["conditions"]
+    )
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """Changes whenever the file does; None while it is away."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,0 +1,64 @@
+"""`pdcluster status`: the columns of `kubectl get pdc`, for what runs on this machine."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+
+@click.command(name="status")
+@click.argument("name", required=False)
+@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
+def command(name: str | None, output: str) -> None:
+    """Show the PDClusters that run on this machine, and with a NAME its pods."""
+    from pd_operator.local.state import running, state_root
+
+    states = [item for item in running(state_root()) if name in (None, item["name"])]
+    if output == "json":
+        click.echo(json.dumps(states, indent=2))
+        return
+    if not states:
+        click.echo(f"no PDCluster {name} is running" if name else "no PDCluster is running")
+        return
+    click.echo(_clusters(states))
+    if name:
+        click.echo("\n" + _conditions(states[0]))
+        click.echo("\n" + _pods(states[0]["pods"]))
+
+
+def _clusters(states: list[dict[str, Any]]) -> str:
+    from pd_operator.status import COLUMNS, columns
+
+    now = datetime.now(UTC)
+    rows = [columns(state["document"], now) for state in states]
+    return _table([list(COLUMNS), *([row[name] for name in COLUMNS] for row in rows)])
+
+
+def _conditions(state: dict[str, Any]) -> str:
+    conditions = state["document"].get("status", {}).get("conditions", [])
+    rows = [[one["type"], one["status"], one["reason"], one["message"]] for one in conditions]
+    return _table([["CONDITION", "STATUS", "REASON", "MESSAGE"], *rows])
+
+
+def _pods(pods: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            pod["name"],
+            "yes" if pod["ready"] and not pod["terminating"] else "no",
+            str(pod["restarts"]),
+            str(pod["pid"] or "-"),
+            pod["ip"],
+            pod["log"],
+        ]
+        for pod in pods
+    ]
+    return _table([["POD", "READY", "RESTARTS", "PID", "IP", "LOG"], *rows])
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Columns of one width each, three spaces apart, as kubectl prints them."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["   ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+             for row in rows]  # fmt: skip
+    return "\n".join(line.rstrip() for line in lines)

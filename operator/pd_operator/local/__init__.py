@@ -1,0 +1,1 @@
+"""A small kubelet: Kubernetes manifests as processes on this machine (Linux)."""

@@ -1,0 +1,260 @@
+"""A PDCluster on this machine: the operator's reconcile over the small kubelet."""
+
+import asyncio
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pd_operator import api, httpget
+from pd_operator.local import support
+from pd_operator.local.container import Backoff, Publication
+from pd_operator.local.kubelet import Kubelet, Listener, Places
+from pd_operator.local.network import ClientPort
+from pd_operator.local.pod import Pod
+from pd_operator.local.state import StateFolder, cache_root, state_root
+from pd_operator.modelfiles import MODELS_VOLUME
+from pd_operator.observed import Ref
+from pd_operator.podparts import Manifest, Settings
+from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_LABEL, ROUTER
+from pd_operator.queue import Queue
+from pd_operator.reconcile import Key, Reconciler, World
+from pd_operator.status import timestamp
+
+_SAVE_S = 0.2
+_READY_S = 0.1
+STOP_GRACE_S = 10.0
+"""How long all pods together may take to end when the cluster goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where a cluster runs on this machine, and with which programs."""
+
+    port: int = 8000
+    file: str = ""
+    state: Path = field(default_factory=state_root)
+    cache: Path = field(default_factory=cache_root)
+    settings: Settings = field(default_factory=Settings)
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class LocalBackend:
+    """The verbs of `reconcile.Backend` over a kubelet in this process."""
+
+    def __init__(self, kubelet: Kubelet, status_written: Callable[[], None]) -> None:
+        self._kubelet = kubelet
+        self._status_written = status_written
+        self.documents: dict[Key, Manifest] = {}
+
+    async def observe(self, key: Key) -> World:
+        return World(self.documents.get(key), tuple(self._kubelet.objects()))
+
+    async def apply(self, key: Key, manifest: Manifest) -> None:
+        del key
+        self._kubelet.apply(manifest)
+
+    async def scale(self, key: Key, ref: Ref, replicas: int) -> None:
+        del key
+        self._kubelet.scale(ref, replicas)
+
+    async def delete(self, key: Key, ref: Ref) -> None:
+        del key
+        self._kubelet.delete(ref)
+
+    async def write_status(self, key: Key, document: Manifest, new: dict[str, Any]) -> None:
+        """An object that has been replaced meanwhile keeps its own status."""
+        if self.documents.get(key) is document:
+            document["status"] = new
+            self._status_written()
+
+
+class LocalCluster:
+    """From the first `submit` on it runs what the document says; `close` ends all of it.
+
+    Raises AlreadyRunning or AddressTaken when it can't have its name or its port.
+    """
+
+    def __init__(self, name: str, options: Options, listener: Listener) -> None:
+        self._options = options
+        self._listener = listener
+        self._port = ClientPort(options.port)
+        try:
+            self._folder = StateFolder(options.state, name)
+        except BaseException:
+            self._port.close()
+            raise
+        self._memory = Path(f"/dev/shm/pdcluster-{os.getuid()}-{name}")
+        shutil.rmtree(self._memory, ignore_errors=True)
+        self._kubelet = Kubelet(
+            Places(self._folder.path, self._memory, self._shared_folders()),
+            _Relay(self),
+            publications=(self._publication(),),
+            backoff=options.backoff,
+        )
+        self._backend = LocalBackend(self._kubelet, self._save_soon)
+        self._queue = Queue(Reconciler(self._backend, options.settings).reconcile)
+        self._key: Key | None = None
+        self._cluster: api.Cluster | None = None
+        self._save_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port.port}/v1"
+
+    @property
+    def port(self) -> int:
+        return self._port.port
+
+    @property
+    def logs(self) -> Path:
+        return self._folder.path / "logs"
+
+    def router_admins(self) -> list[tuple[str, int]]:
+        """Where the routers that are ready answer about metrics and requests."""
+        pods = [pod for pod in self._kubelet.pods if pod.labels.get(ROLE_LABEL) == ROUTER]
+        return [(pod.ip, ADMIN_PORT) for pod in pods if pod.ready and not pod.terminating]
+
+    def document(self) -> Manifest:
+        """The object with its status; empty before the first `submit`."""
+        return self._backend.documents[self._key] if self._key else {}
+
+    def submit(self, document: Mapping[str, Any]) -> api.Cluster:
+        """Takes a new version of the object. InvalidCluster: what runs stays as it is."""
+        cluster = api.parse(document)
+        support.check(cluster)
+        if self._cluster is not None:
+            api.check_update(self._cluster, cluster)
+        before = self.document()
+        key = Key(cluster.namespace, cluster.name)
+        if before.get("spec") == document["spec"]:
+            return cluster
+        metadata = before.get("metadata") or {
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": timestamp(datetime.now(UTC)),
+            "generation": 0,
+        }
+        self._backend.documents[key] = {
+            "apiVersion": api.API_VERSION,
+            "kind": api.KIND,
+            "metadata": {
+                **metadata,
+                "name": cluster.name,
+                "namespace": cluster.namespace,
+                "generation": metadata["generation"] + 1,
+            },
+            "spec": document["spec"],
+            "status": before.get("status", {}),
+        }
+        self._key, self._cluster = key, cluster
+        self._queue.add(key)
+        return cluster
+
+    async def run(self) -> None:
+        """Reconciles until cancelled."""
+        await self._queue.run()
+
+    async def wait_ready(self) -> None:
+        """Until a request would succeed."""
+        while not await self.ready():
+            await asyncio.sleep(_READY_S)
+
+    async def ready(self) -> bool:
+        try:
+            response = await httpget.get("127.0.0.1", self._port.port, "/ready", timeout_s=2.0)
+        except httpget.GetFailed:
+            return False
+        return response.status == 200
+
+    def hurry(self) -> None:
+        """Ends what is ending without any grace."""
+        self._kubelet.hurry()
+
+    async def close(self, grace_s: float = STOP_GRACE_S) -> None:
+        """No process, port, state or file in shared memory is left; the logs are."""
+        await self._kubelet.close(grace_s)
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+        shutil.rmtree(self._memory, ignore_errors=True)
+        self._folder.close()
+        self._port.close()
+
+    def on_change(self) -> None:
+        """The kubelet's word that something is different."""
+        if self._key is not None:
+            self._queue.add(self._key)
+        self._save_soon()
+        self._listener.changed()
+
+    def relay(self) -> Listener:
+        return self._listener
+
+    def _save_soon(self) -> None:
+        """Many changes in a moment are written once."""
+        if self._save_timer is None:
+            loop = asyncio.get_running_loop()
+            self._save_timer = loop.call_later(_SAVE_S, self._save)
+
+    def _save(self) -> None:
+        self._save_timer = None
+        document = self.document()
+        if document:
+            self._folder.write(
+                {
+                    "name": document["metadata"]["name"],
+                    "namespace": document["metadata"]["namespace"],
+                    "file": self._options.file,
+                    "url": self.url,
+                    "document": document,
+                    "pods": [_pod_state(pod) for pod in self._kubelet.pods],
+                }
+            )
+
+    def _shared_folders(self) -> dict[str, Path]:
+        """Volumes that are the user's here: models are converted once for all clusters,
+        and what libraries cache below the home folder is kept as well."""
+        models = self._options.cache / "models"
+        models.mkdir(parents=True, exist_ok=True)
+        return {MODELS_VOLUME: models, "home": Path.home()}
+
+    def _publication(self) -> Publication:
+        address = ("127.0.0.1", self._port.port)
+        return Publication(ROUTER, "http", address, HTTP_BIND_ENV, ("--reuse-port",))
+
+
+class _Relay(Listener):
+    """Lets the cluster hear of changes before its listener does."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+
+    def changed(self) -> None:
+        self._cluster.on_change()
+
+    def say(self, pod: str, text: str) -> None:
+        self._cluster.relay().say(pod, text)
+
+    def output(self, pod: str, line: str) -> None:
+        self._cluster.relay().output(pod, line)
+
+
+def _pod_state(pod: Pod) -> dict[str, Any]:
+    document = pod.document()
+    statuses = document["status"]["containerStatuses"]
+    role = pod.labels.get(ROLE_LABEL, "")
+    return {
+        "name": pod.name,
+        "role": role,
+        "pid": pod.pid,
+        "ip": pod.ip,
+        "ready": pod.ready,
+        "terminating": pod.terminating,
+        "restarts": sum(item["restartCount"] for item in statuses),
+        "revision": pod.labels.get(REVISION_LABEL, ""),
+        "log": pod.log,
+        "admin" if role == ROUTER else "health": f"http://{pod.ip}:{ADMIN_PORT}",
+    }

@@ -1,0 +1,58 @@
+"""PURE. What a PDCluster may ask for that this machine's backend hasn't."""
+
+from pd_operator.api import Builtin, Cluster, HostPath, InvalidCluster, Pool, Template
+from pd_operator.fields import FieldError
+
+_CLUSTER_ONLY = "is for Kubernetes; this machine has"
+
+
+def check(cluster: Cluster) -> None:
+    """Raises `InvalidCluster` with everything that can't be had here."""
+    errors = [*_source(cluster), *_transport(cluster)]
+    for pool in cluster.pools:
+        errors += _accelerator(pool)
+    if errors:
+        raise InvalidCluster(errors)
+
+
+def notes(cluster: Cluster) -> list[str]:
+    """Fields without an effect here: true on Kubernetes, and harmless."""
+    found = []
+    templates: list[tuple[str, Template]] = [
+        (f"spec.{pool.role}.template", pool.template) for pool in cluster.pools
+    ]
+    templates.append(("spec.router.template", cluster.router.template))
+    for path, template in templates:
+        for field, value in (
+            ("spec.nodeSelector", template.node_selector),
+            ("spec.tolerations", template.tolerations),
+            ("spec.priorityClassName", template.priority_class),
+            ("spec.containers[0].image", template.image),
+            ("spec.containers[0].resources", template.requests or template.limits),
+        ):
+            if value:
+                found.append(f"{path}.{field} has no effect on this machine")
+    return found
+
+
+def _source(cluster: Cluster) -> list[FieldError]:
+    source = cluster.model.source
+    if isinstance(source, Builtin | HostPath):
+        return []
+    remedy = "write builtin, or hostPath with a folder or a GGUF file"
+    problem = f"{_CLUSTER_ONLY} no such source"
+    return [FieldError("spec.model.source", problem, remedy)]
+
+
+def _transport(cluster: Cluster) -> list[FieldError]:
+    if cluster.transport in ("auto", "tcp"):
+        return []
+    problem = f"{cluster.transport} is not supported on this machine yet"
+    return [FieldError("spec.kvTransfer.transport", problem, "write auto or tcp")]
+
+
+def _accelerator(pool: Pool) -> list[FieldError]:
+    if pool.accelerator is None:
+        return []
+    problem = f"{_CLUSTER_ONLY} no devices to hand out"
+    return [FieldError(f"spec.{pool.role}.accelerator", problem, "leave it out to run on the CPU")]
