@@ -110,7 +110,8 @@ class Announcer:
         self._health = health
         self._hello = hello
         self._bundle = bundle
-        self._routers = [(host, int(port)) for host, _, port in (r.rpartition(":") for r in routers)]
+        split = (router.rpartition(":") for router in routers)
+        self._routers = [(host, int(port)) for host, _, port in split]
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._feeds: dict[str, _PrefixFeed] = {}
 
@@ -224,6 +225,7 @@ class Announcer:
                 kv_granted=load.kv_granted,
                 kv_quarantined=load.kv_quarantined,
                 step_s=core.step_median_s(),
+                steps=core.steps,
             ),
         )
         self._feeds[address].fill(beat, core.scheduler.prefixes)

@@ -78,6 +78,7 @@ class _StepClock:
 
     began: float | None = None
     last_end: float = field(default_factory=time.monotonic)
+    steps: int = 0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
 
@@ -230,6 +231,7 @@ class EngineCore:
             ended = time.monotonic()
             self._clock.began = None
             self._clock.last_end = ended
+        self._clock.steps += 1
         self._clock.recent_s.append(ended - began)
         self.metrics.step(batch, ended - began)
         self._deliver(events)
@@ -493,6 +495,11 @@ class EngineCore:
         if waiting and not load.kv_granted and now - self._clock.last_end > _STALL_S:
             return f"{waiting} requests wait and no step ran for {_STALL_S:.0f} s"
         return None
+
+    @property
+    def steps(self) -> int:
+        """Steps since the start."""
+        return self._clock.steps
 
     def step_median_s(self) -> float:
         return statistics.median(self._clock.recent_s) if self._clock.recent_s else 0.0

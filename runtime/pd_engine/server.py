@@ -37,9 +37,7 @@ class WorkerService(engine_pb2_grpc.WorkerServicer):
         self._core = core
         self._epoch = epoch
 
-    async def Work(
-        self, request_iterator: AsyncIterator[pb.WorkRequest], context: Any
-    ) -> None:
+    async def Work(self, request_iterator: AsyncIterator[pb.WorkRequest], context: Any) -> None:
         iterator = aiter(request_iterator)
         rest = await self._bind(iterator, context)
         number, outbox = self._core.open_stream()

@@ -53,9 +53,7 @@ class FakeRunner:
         self.fail_next: Exception | None = None
         self.steps = 0
 
-    def step(
-        self, batch: Batch, on_layers: Callable[[int, int], None] | None = None
-    ) -> StepOutput:
+    def step(self, batch: Batch, on_layers: Callable[[int, int], None] | None = None) -> StepOutput:
         self.steps += 1
         self.started.set()
         if self.gate is not None and not self.gate.acquire(timeout=30):
