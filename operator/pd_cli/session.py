@@ -15,7 +15,7 @@ from pd_cli.console import Terminal
 from pd_operator import api
 from pd_operator.api import Cluster, InvalidCluster
 from pd_operator.local import support
-from pd_operator.local.cluster import LocalCluster, Options
+from pd_operator.local.cluster import LocalCluster, Options, is_ready
 from pd_operator.local.network import AddressTaken
 from pd_operator.local.state import AlreadyRunning
 
@@ -158,17 +158,10 @@ class _Session:
         """Tells when an edit is in effect, unless the next edit comes first."""
         seen = _stamp(self._file)
         while _stamp(self._file) == seen:
-            if _is_in_effect(local.document()):
+            if is_ready(local.document()):
                 self._terminal.line(f"{self._file}: in effect")
                 return
             await asyncio.sleep(_SETTLE_POLL_S)
-
-
-def _is_in_effect(body: dict[str, Any]) -> bool:
-    status = body.get("status", {})
-    return status.get("observedGeneration") == body["metadata"]["generation"] and any(
-        one["type"] == "Ready" and one["status"] == "True" for one in status["conditions"]
-    )
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:

@@ -1,6 +1,6 @@
 """PURE. What happened to one request, as a table for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ _BAR = 32
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One stretch of a request's life; steps follow each other."""
+    """One stretch of a request's life, in seconds since the router took it."""
 
     name: str
     where: str
+    start_s: float
     seconds: float
     detail: str = ""
 
@@ -22,37 +23,40 @@ class Step:
 def steps(entry: Mapping[str, Any]) -> list[Step]:
     """The steps of an entry of the router's /debug/requests page."""
     line = entry["timelines"][0]
-    kv = _bytes(line["kv_bytes"])
-    ttft_s = line["ttft_s"] or 0.0
+    prefill = line["prefill_worker"] or line["decode_worker"]
     computed = line["prompt_tokens"] - line["cached_tokens"]
-    prompt = f"{line['prompt_tokens']} prompt tokens, {computed} computed"
-    found = [
-        Step("tokenize", "router", line["tokenize_s"]),
-        Step("queue", "router", line["queue_s"]),
-        Step("reserve", line["decode_worker"], line["grant_wait_s"], "room for the KV"),
-    ]
-    if line["prefill_worker"]:
-        waited = line["prefill_queue_s"]
-        found.append(Step("wait", line["prefill_worker"], waited, "for its turn"))
-    found.append(
-        Step("prefill", line["prefill_worker"] or line["decode_worker"], line["prefill_s"], prompt)
-    )
+    found: list[Step] = []
+    for name, where, field, detail in (
+        ("tokenize", "router", "tokenize_s", ""),
+        ("queue", "router", "queue_s", ""),
+        ("reserve", line["decode_worker"], "grant_wait_s", "room for the KV"),
+        ("wait", prefill, "prefill_queue_s", "for its turn"),
+        ("prefill", prefill, "prefill_s", f"{line['prompt_tokens']} tokens, {computed} computed"),
+    ):
+        start_s = found[-1].start_s + found[-1].seconds if found else 0.0
+        found.append(Step(name, where, start_s, line[field], detail))
     if line["transport"]:
-        found.append(Step("transfer", line["transport"], line["transfer_s"], f"{kv} of KV"))
-    tokens = line["completion_tokens"]
-    decode_s = max(0.0, entry["total_s"] - ttft_s)
-    found.append(Step("decode", line["decode_worker"], decode_s, f"{tokens} tokens"))
+        # KV leaves while later layers compute, so the two overlap.
+        end_s = found[-1].start_s + found[-1].seconds
+        start_s = max(found[-1].start_s, end_s - line["transfer_s"])
+        kv = f"{_bytes(line['kv_bytes'])} of KV, beside the prefill"
+        found.append(Step("transfer", line["transport"], start_s, line["transfer_s"], kv))
+    ttft_s = line["ttft_s"] or 0.0
+    rest_s = max(0.0, entry["total_s"] - ttft_s)
+    tokens = f"{line['completion_tokens']} tokens"
+    found.append(Step("decode", line["decode_worker"], ttft_s, rest_s, tokens))
     return found
 
 
 def table(entry: Mapping[str, Any]) -> Table:
-    """The steps with bars, one beginning where the one before it ends."""
+    """The steps, with bars on one time scale."""
     rows = steps(entry)
     line = entry["timelines"][0]
     made = Table(title=f"What happened to {entry['id']}", title_justify="left", box=None)
     for name in ("step", "where", "time", "", "what"):
         made.add_column(name, justify="right" if name == "time" else "left", no_wrap=True)
-    for row, bar in zip(rows, _bars([row.seconds for row in rows]), strict=True):
+    for row in rows:
+        bar = _bar(row, entry["total_s"])
         made.add_row(row.name, row.where, _time(row.seconds), bar, row.detail)
     summary = f"TTFT {_time(line['ttft_s'])}   TPOT {_time(line['tpot_s'])}"
     made.caption = f"{summary}   total {_time(entry['total_s'])}"
@@ -60,16 +64,12 @@ def table(entry: Mapping[str, Any]) -> Table:
     return made
 
 
-def _bars(durations: Sequence[float]) -> list[str]:
-    """Bars on one scale; what takes any time at all has one cell."""
-    total = sum(durations) or 1.0
-    bars, passed = [], 0.0
-    for seconds in durations:
-        start = min(_BAR - 1, int(passed / total * _BAR))
-        length = max(1, round(seconds / total * _BAR)) if seconds > 0 else 0
-        bars.append(" " * start + "█" * min(length, _BAR - start))
-        passed += seconds
-    return bars
+def _bar(step: Step, total_s: float) -> str:
+    """What takes any time at all has one cell."""
+    scale = _BAR / total_s if total_s > 0 else 0.0
+    start = min(_BAR - 1, int(step.start_s * scale))
+    length = max(1, round(step.seconds * scale)) if step.seconds > 0 else 0
+    return " " * start + "█" * min(length, _BAR - start)
 
 
 def _time(seconds: float | None) -> str:

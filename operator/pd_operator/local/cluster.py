@@ -159,11 +159,11 @@ class LocalCluster:
         await self._queue.run()
 
     async def wait_ready(self) -> None:
-        """Until a request would succeed."""
-        while not await self.ready():
+        """Until every pod is ready and a request would succeed."""
+        while not (is_ready(self.document()) and await self._answers()):
             await asyncio.sleep(_READY_S)
 
-    async def ready(self) -> bool:
+    async def _answers(self) -> bool:
         try:
             response = await httpget.get("127.0.0.1", self._port.port, "/ready", timeout_s=2.0)
         except httpget.GetFailed:
@@ -224,6 +224,14 @@ class LocalCluster:
     def _publication(self) -> Publication:
         address = ("127.0.0.1", self._port.port)
         return Publication(ROUTER, "http", address, HTTP_BIND_ENV, ("--reuse-port",))
+
+
+def is_ready(document: Manifest) -> bool:
+    """Whether what runs is what the present version of the document says, and is ready."""
+    status = document.get("status", {})
+    return status.get("observedGeneration") == document["metadata"]["generation"] and any(
+        one["type"] == "Ready" and one["status"] == "True" for one in status["conditions"]
+    )
 
 
 class _Relay(Listener):

@@ -236,11 +236,11 @@ class Container:
             self.restarts += 1
 
     async def _follow(self) -> None:
-        """Keeps the log bounded and hands its lines on."""
+        """Keeps the log bounded, and hands on what an init container says."""
         loop = asyncio.get_running_loop()
         trim_at = loop.time() + _TRIM_S
         while True:
-            await asyncio.sleep(_FOLLOW_S)
+            await asyncio.sleep(_FOLLOW_S if self._is_init() else _TRIM_S)
             self._read_output()
             if loop.time() >= trim_at:
                 self.log.trim()
@@ -255,7 +255,10 @@ class Container:
         return self._spec in self._context.pod["spec"].get("initContainers", [])
 
     async def _probe(self, process: Process) -> None:
-        """Startup first; then readiness and liveness beside each other."""
+        """Startup first; then readiness and liveness beside each other. Init containers
+        have no probes: they are done when they end."""
+        if self._is_init():
+            return
         if self._startup and not await self._start_up(self._startup, process):
             return
         self.started = True
