@@ -51,6 +51,11 @@ class Texts:
             raise AssertionError("a stack came and went")
         return self._stack
 
+    async def settled(self) -> None:
+        """Returns once every bundle that has come is built, or found unusable."""
+        if self._building is not None:
+            await asyncio.shield(self._building)
+
     async def close(self) -> None:
         if self._building is not None:
             self._building.cancel()
