@@ -38,3 +38,7 @@ class _Lazy(click.Group):
 @click.version_option(package_name="pdcluster")
 def main() -> None:
     """Disaggregated LLM serving from one PDCluster file."""
+
+
+if __name__ == "__main__":
+    main()

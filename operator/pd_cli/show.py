@@ -16,7 +16,7 @@ def command(name: str | None, output: str) -> None:
 
     states = [item for item in running(state_root()) if name in (None, item["name"])]
     if output == "json":
-        click.echo(json.dumps(states, indent=2))
+        click.echo(json.dumps(_document(states), indent=2))
         return
     if not states:
         click.echo(f"no PDCluster {name} is running" if name else "no PDCluster is running")
@@ -25,6 +25,14 @@ def command(name: str | None, output: str) -> None:
     if name:
         click.echo("\n" + _conditions(states[0]))
         click.echo("\n" + _pods(states[0]["pods"]))
+
+
+def _document(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Clusters with their objects, and the pods of all of them."""
+    return {
+        "clusters": [{k: v for k, v in state.items() if k != "pods"} for state in states],
+        "pods": [{"cluster": state["name"], **pod} for state in states for pod in state["pods"]],
+    }
 
 
 def _clusters(states: list[dict[str, Any]]) -> str:

@@ -253,10 +253,10 @@ class _Relay(Listener):
 def _pod_state(pod: Pod) -> dict[str, Any]:
     document = pod.document()
     statuses = document["status"]["containerStatuses"]
-    role = pod.labels.get(ROLE_LABEL, "")
+    pool = pod.labels.get(ROLE_LABEL, "")
     return {
         "name": pod.name,
-        "role": role,
+        "pool": pool,
         "pid": pod.pid,
         "ip": pod.ip,
         "ready": pod.ready,
@@ -264,5 +264,5 @@ def _pod_state(pod: Pod) -> dict[str, Any]:
         "restarts": sum(item["restartCount"] for item in statuses),
         "revision": pod.labels.get(REVISION_LABEL, ""),
         "log": pod.log,
-        "admin" if role == ROUTER else "health": f"http://{pod.ip}:{ADMIN_PORT}",
+        "admin" if pool == ROUTER else "health": f"http://{pod.ip}:{ADMIN_PORT}",
     }
