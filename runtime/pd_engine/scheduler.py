@@ -83,7 +83,7 @@ class Scheduler:
         held.wait(seq)
 
     def cancel(self, key: RequestKey, now: float, quarantine: bool = False) -> None:
-        """Ends a request without events; unknown keys have ended already.
+        """Ends a request; no event of it comes any more. Unknown keys have ended already.
 
         `quarantine`: a transfer may still write an IMPORT's granted blocks, so nobody gets
         them before `release_quarantine`.
@@ -92,6 +92,7 @@ class Scheduler:
         if task is not None:
             self._held.end(task, quarantine)
         self._held.release_export(key)
+        self._events = [event for event in self._events if event.key != key]
         self.last_progress = now
 
     def drain(self) -> None:
@@ -337,8 +338,6 @@ class Scheduler:
             task.cached_tokens = min(seq.computed, task.req.prompt_tokens)
         elif not task.prefilled:  # again, after a preemption: what it computed itself is no hit
             task.cached_tokens = min(seq.computed, task.cached_tokens)
-        if task.exports and seq.computed:
-            self._events.append(Advanced(task.req.key, seq.computed))
         return True
 
     def _chunk(self, seq: Sequence) -> int:

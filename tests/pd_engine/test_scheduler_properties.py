@@ -1,0 +1,202 @@
+"""The scheduler under random use: requests of all modes come, go, fail and are preempted while
+steps run and transfers write, and all that `scheduler_world` checks holds after each action."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from pd_core.failures import FailureKind
+from pd_engine.scheduler import SchedulerConfig
+from pd_engine.types import Mode
+from tests.pd_engine.scheduler_world import VOCAB, Client, World
+
+_STOP = 0
+_REFUSALS = {
+    FailureKind.INVALID_REQUEST,
+    FailureKind.CONTEXT_TOO_LONG,
+    FailureKind.POOL_TOO_SMALL,
+    FailureKind.NO_CAPACITY,
+}
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """Prompts that share beginnings, often as far as whole blocks."""
+    shared = [
+        1 + (family + i) % (VOCAB - 1) for family in (draw(st.integers(0, 1)),) for i in range(24)
+    ]
+    own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=6))
+    return (shared[: draw(st.integers(0, 24))] + own) or [1]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random use. Each rule is something that may happen at any time."""
+
+    @initialize(
+        blocks=st.integers(1, 24),
+        block_tokens=st.integers(1, 4),
+        budget=st.integers(1, 24),
+        chunk=st.integers(0, 9),
+        running=st.integers(1, 8),
+        queued=st.integers(1, 12),
+        context=st.sampled_from([16, 40, 1000]),
+        recompute=st.sampled_from([0, 20, 1000]),
+        reserve=st.integers(0, 9),
+    )
+    def start(
+        self,
+        blocks: int,
+        block_tokens: int,
+        budget: int,
+        chunk: int,
+        running: int,
+        queued: int,
+        context: int,
+        recompute: int,
+        reserve: int,
+    ) -> None:
+        cfg = SchedulerConfig(
+            max_batch_tokens=budget,
+            chunk_tokens=chunk,
+            max_running=min(running, budget),
+            max_queued=queued,
+            max_model_tokens=context,
+            recompute_max_tokens=recompute,
+            decode_reserve_tokens=reserve,
+        )
+        self.world = World(cfg, blocks, block_tokens)
+        self.injected = False
+
+    def _pick(self, data: st.DataObject, clients: list[Client]) -> Client:
+        return data.draw(st.sampled_from(clients))
+
+    @rule(
+        tokens=prompts(),
+        mode=st.sampled_from(Mode),
+        max_tokens=st.integers(0, 12),
+        choices=st.sampled_from([(0,), (0,), (2,), (0, 1), (0, 1, 2, 3)]),
+        priority=st.integers(0, 1),
+        resumed=st.integers(0, 3),
+        lifetime=st.sampled_from([3.0, 1e9, 1e9, 1e9]),
+        grant_wait=st.sampled_from([2.0, 1e9, 1e9]),
+        min_tokens=st.integers(0, 3),
+        ignore_eos=st.booleans(),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+    )
+    def add(self, lifetime: float, grant_wait: float, resumed: int, **what: Any) -> None:
+        world = self.world
+        client = world.add(
+            resumed=resumed if len(what["choices"]) == 1 else 0,
+            deadline=world.now + lifetime,
+            grant_deadline=world.now + grant_wait,
+            stop=(_STOP,),
+            **what,
+        )
+        if not isinstance(client, Client):
+            assert client.kind in _REFUSALS
+
+    @precondition(lambda self: self.world.batch is None)
+    @rule(early=st.booleans())
+    def begin_step(self, early: bool) -> None:
+        self.world.begin_step(early)
+
+    @precondition(lambda self: self.world.batch is not None)
+    @rule()
+    def end_step(self) -> None:
+        self.world.end_step()
+
+    @precondition(lambda self: self.world.batch is not None)
+    @rule(dice=st.integers(0, 5))
+    def fail_step(self, dice: int) -> None:
+        if dice == 5:
+            self.world.fail_step()
+
+    @precondition(lambda self: self.world.batch is None)
+    @rule(steps=st.integers(1, 6))
+    def steps(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.world.step():
+                return
+
+    @rule()
+    def poll(self) -> None:
+        self.world.poll()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 2.5]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
+
+    def _live(self) -> list[Client]:
+        return [c for c in self.world.clients.values() if not c.over]
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data(), dice=st.integers(0, 3))
+    def cancel(self, data: st.DataObject, dice: int) -> None:
+        if dice == 0:
+            self.world.cancel(self._pick(data, self._live()))
+
+    def _granted(self) -> list[Client]:
+        return [c for c in self._live() if self.world.transferring(c)]
+
+    @precondition(lambda self: self._granted())
+    @rule(data=st.data())
+    def attach(self, data: st.DataObject) -> None:
+        self.world.attach(self._pick(data, self._granted()))
+
+    @precondition(lambda self: self._granted())
+    @rule(data=st.data(), garbage=st.booleans())
+    def receive(self, data: st.DataObject, garbage: bool) -> None:
+        self.world.receive(self._pick(data, self._granted()), garbage)
+
+    @precondition(lambda self: self._granted())
+    @rule(data=st.data())
+    def give_up_transfer(self, data: st.DataObject) -> None:
+        self.world.cancel(self._pick(data, self._granted()), quarantine=True)
+
+    @precondition(lambda self: self.world.quarantined)
+    @rule(data=st.data(), late=st.booleans())
+    def end_quarantine(self, data: st.DataObject, late: bool) -> None:
+        if late:
+            self.world.late_bytes()
+        else:
+            self.world.release_quarantine(data.draw(st.sampled_from([*self.world.quarantined])))
+
+    @precondition(lambda self: self.world.exported())
+    @rule(data=st.data())
+    def release_export(self, data: st.DataObject) -> None:
+        self.world.release_export(self._pick(data, self.world.exported()))
+
+    @invariant()
+    def all_is_accounted_for(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self.world.finish()
+        for client in self.world.clients.values():
+            if client.failure is None:
+                continue
+            kind = client.failure.kind
+            assert kind in {
+                FailureKind.DEADLINE,
+                FailureKind.NO_CAPACITY,
+                FailureKind.STEP_FAILED,
+                FailureKind.PREEMPTED,
+            }
+            if self.world.cfg.recompute_max_tokens == 1000:
+                assert kind is not FailureKind.PREEMPTED
+
+
+TestScheduler: Any = pytest.mark.slow(SchedulerMachine.TestCase)
+TestScheduler.settings = settings(stateful_step_count=60)
