@@ -77,7 +77,8 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 # ---- the requests as they come ------------------------------------------------------
 
-_Count = Annotated[int, Meta(ge=0)]
+_MOST_TOKENS = (1 << 31) - 1
+_Count = Annotated[int, Meta(ge=0, le=_MOST_TOKENS)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 

@@ -99,14 +99,6 @@ def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(cluster: C
     assert str(CONTEXT) in answer["error"]["message"]
 
 
-def test_prompt_and_max_tokens_beyond_the_context_are_refused_with_the_numbers(cluster: Cluster):
-    status, answer = ask(cluster, body("hello", 5000))
-    assert status == 400
-    assert answer["error"]["code"] == "context_length_exceeded"
-    assert str(CONTEXT) in answer["error"]["message"]
-    assert "5000" in answer["error"]["message"]
-
-
 def test_a_body_of_50_mb_is_refused(cluster: Cluster):
     content = json.dumps(chat(messages=[{"role": "user", "content": "x" * 50_000_000}])).encode()
     status, answer = raw(cluster, CHAT, content)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 
 from tests.cluster import Cluster, serving, spec
 from tests.e2e.asking import text_of
@@ -153,7 +153,8 @@ def test_logprobs_also_of_the_first_token(client: OpenAI, reference: Reference, 
 
     got = [value for part in found for value in part.token_logprobs]
     assert got == pytest.approx(want, abs=1e-3)
-    assert all(len(top) >= 2 for part in found for top in part.top_logprobs)
+    # By text, so that tokens of equal text (parts of characters) share an entry.
+    assert all(top for part in found for top in part.top_logprobs)
 
 
 def test_chat_logprobs(client: OpenAI, reference: Reference):
@@ -230,13 +231,13 @@ def test_max_tokens_absent(client: OpenAI, reference: Reference):
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_max_tokens_larger_than_what_is_left(client: OpenAI, reference: Reference):
+def test_max_tokens_larger_than_what_is_left_ends_at_the_context(
+    client: OpenAI, reference: Reference
+):
     prompt = exactly(reference, 1900)
-    with pytest.raises(BadRequestError) as refused:
-        complete(client, prompt, max_tokens=5000)
-    assert refused.value.code == "context_length_exceeded"
-    for number in ("2048", "1900", "5000"):
-        assert number in str(refused.value)
+    answer = complete(client, prompt, max_tokens=5000, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 148
+    assert answer.choices[0].finish_reason == "length"
 
 
 def test_cached_tokens_are_what_prefill_did_not_compute(client: OpenAI, reference: Reference):
