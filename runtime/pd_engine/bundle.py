@@ -7,7 +7,6 @@ that way.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,6 @@ def _tokenizer(folder: Path) -> tuple[bytes, Tokenizer]:
 
 def _build_tokenizer(folder: Path) -> bytes:
     """tokenizer.json as transformers makes it of older files."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     from transformers import AutoTokenizer
 
     try:

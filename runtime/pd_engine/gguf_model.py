@@ -4,11 +4,6 @@ transformers' own `from_pretrained(gguf_file=…)` parses the file's header thre
 slowly, and wants `accelerate`: here it is parsed once, and progress is told.
 """
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_OFFLINE"] = "1"
-
 import contextlib
 import functools
 import shutil

@@ -4,11 +4,6 @@ Any decoder-only model whose layers go through transformers' attention interface
 unchanged; the others are refused by name, before their weights are read where possible.
 """
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_OFFLINE"] = "1"
-
 
 from dataclasses import dataclass, field
 from pathlib import Path
