@@ -22,6 +22,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
 MAX_TOP_LOGPROBS = 20
+MOST_TOKENS = (1 << 31) - 1
 MAX_SEQUENCES = 128  # prompts times choices
 MAX_MESSAGE_CHARS = 1000  # of an error: it may quote what the client sent
 MAX_PARAM_CHARS = 200
@@ -77,8 +78,7 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 # ---- the requests as they come ------------------------------------------------------
 
-_MOST_TOKENS = (1 << 31) - 1
-_Count = Annotated[int, Meta(ge=0, le=_MOST_TOKENS)]
+_Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 

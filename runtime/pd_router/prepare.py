@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pd_core.failures import Failure, FailureKind
-from pd_router.openai import ApiError, Ask, invalid
+from pd_router.openai import MOST_TOKENS, ApiError, Ask, invalid
 from pd_router.text import TemplateFailed, TextStack
 from pd_router.types import Limits, Sampling
-
-# Where the limits aren't known: workers end a request at their context by themselves.
-_NO_LIMIT = (1 << 31) - 1
 
 
 async def tokenize(
@@ -45,7 +42,8 @@ def sampling_for(
     ask: Ask, stack: TextStack, ids: Sequence[int], limits: Limits | None
 ) -> Sampling | None:
     """How to continue a prompt; None when nothing is to be generated."""
-    max_tokens = _NO_LIMIT if ask.max_tokens is None else min(ask.max_tokens, _NO_LIMIT)
+    # Where the limits aren't known, workers end a request at their context by themselves.
+    max_tokens = MOST_TOKENS if ask.max_tokens is None else ask.max_tokens
     if limits is not None:
         max_tokens = min(max_tokens, _room(ask, len(ids), limits))
     if max_tokens == 0:

@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 
-from pd_core.failures import FailureKind
 from pd_router.types import Limits
 from tests import client
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
@@ -119,7 +118,7 @@ def test_what_the_workers_get() -> None:
     ("fields", "limits", "expected"),
     [
         ({}, Limits(100, 200), 100),
-        ({"max_tokens": 10**40}, Limits(100, 200), 100),
+        ({"max_tokens": 2**31 - 1}, Limits(100, 200), 100),
         ({"max_completion_tokens": 100_000}, Limits(200, 100), 100),
         ({"max_tokens": 1}, Limits(100, 200), 1),
         ({}, None, None),
@@ -450,10 +449,8 @@ def test_logprobs_cover_every_token(stream: bool) -> None:
                 assert logprobs is not None
                 assert logprobs.content is not None
                 content = [entry.model_dump() for entry in logprobs.content]
-            assert [entry["logprob"] for entry in content] == [
-                -float(i) for i in range(len(content))
-            ]
-            assert len(content) == len(tokens) + 1
+            expected = [-float(number) for number in range(len(tokens) + 1)]
+            assert [entry["logprob"] for entry in content] == expected
             spelled = b"".join(bytes(entry["bytes"]) for entry in content)
             assert spelled == "a🙂<|im_end|>".encode()
             assert [len(entry["top_logprobs"]) for entry in content] == [2] * len(content)
@@ -583,8 +580,7 @@ def test_request_ids() -> None:
     go(scenario())
 
 
-def test_a_failure_kind_no_client_sees_twice_the_same_id() -> None:
-    """Two live requests with one x-request-id must not be one request to the workers."""
+def test_two_requests_with_one_id_are_two_to_the_workers() -> None:
 
     async def scenario() -> None:
         async with rig() as r, r.client() as api:
@@ -597,6 +593,6 @@ def test_a_failure_kind_no_client_sees_twice_the_same_id() -> None:
             await asyncio.gather(*asks)
             ids = {generation.request.request_id for generation in r.sessions.started}
             assert len(ids) == 2
-            assert FailureKind.INTERNAL not in r.journal.find("same")
+            assert len(r.journal.find("same")) == 2
 
     go(scenario())
