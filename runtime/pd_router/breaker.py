@@ -13,7 +13,6 @@ from pd_router.fleet import LoadReport
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 30.0
 _STEPS = 20
-_LEAST_S = 2.0
 # A step with a whole long prompt in it takes as long as the prompt: allow a multiple of
 # what the worker measured at its start (long contexts and shared cores are slower).
 _PREFILL_ALLOWANCE = 4.0
@@ -81,6 +80,7 @@ class Breaker:
 class Progress:
     """Whether a worker that has work moves. Frames and steps count as moving."""
 
+    least_s: float = 2.0
     prefill_tokens_per_s: float = 0.0  # as measured by the worker; 0: unknown
     expecting: int = 0  # live requests that wait for one of its steps
     last: float = 0.0
@@ -107,9 +107,9 @@ class Progress:
         return moves
 
     def allowed_s(self, step_s: float, pending_tokens: int) -> float:
-        """How long it may be silent: 2 s, 20 steps, or what its prompts may take."""
+        """How long it may be silent: `least_s`, 20 steps, or what its prompts may take."""
         rate = self.prefill_tokens_per_s or _UNKNOWN_TOKENS_PER_S
-        return max(_LEAST_S, _STEPS * step_s, _PREFILL_ALLOWANCE * pending_tokens / rate)
+        return max(self.least_s, _STEPS * step_s, _PREFILL_ALLOWANCE * pending_tokens / rate)
 
     def late(self, step_s: float, pending_tokens: int, now: float) -> str | None:
         """Why it is late, or None."""

@@ -44,12 +44,14 @@ _ROLES = {pb.ROLE_PREFILL: Role.PREFILL, pb.ROLE_DECODE: Role.DECODE, pb.ROLE_BO
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
-    """Durations in seconds. `lapse_s` is silence after which a worker isn't counted on."""
+    """Durations in seconds. After `lapse_s` without a heartbeat a worker isn't counted on;
+    one with work is late after `late_s` without a step, or longer (see breaker)."""
 
     model: str
     router: str
     heartbeat_s: float = 1.0
     lapse_s: float = 3.0
+    late_s: float = 2.0
     forget_s: float = 60.0
     renew_s: float = 5.0
     check_s: float = 0.25
@@ -353,7 +355,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
         )
         link = Link(worker, hello.work_address, self.identity, callbacks)
-        progress = Progress(prefill_tokens_per_s=hello.prefill_tokens_per_s)
+        progress = Progress(self.config.late_s, hello.prefill_tokens_per_s)
         record = _Record(hello, view, link, progress)
         return record
 

@@ -35,6 +35,7 @@ class Recorder:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, str] = {}
+        self.logprobs: list[tuple[float | None, tuple[tuple[int, float], ...]]] = []
         self.failure: Failure | None = None
         self.done = False
         self.ended = asyncio.Event()
@@ -54,6 +55,7 @@ class Recorder:
         assert index == len(out), f"choice {choice}: index {index} after {len(out)} tokens"
         assert choice not in self.finish, "a token after the finish"
         out.append(token)
+        self.logprobs.append((logprob, top))
         if finish is not None:
             self.finish[choice] = finish
         self.progress.set()
@@ -169,7 +171,7 @@ async def rig(
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """A router without its HTTP side."""
-    options = {"heartbeat_s": 0.1, "lapse_s": 0.5, "check_s": 0.05} | config
+    options = {"heartbeat_s": 0.1, "lapse_s": 0.5, "check_s": 0.05, "late_s": 0.3} | config
     workers = Workers(WorkersConfig(model=MODEL, router="router-0", **options))
     port = await workers.start("127.0.0.1", 0)
     hooks = Hooks()

@@ -346,7 +346,7 @@ def test_a_sink_that_raises_loses_its_own_request_only(run: Run) -> None:
             request, sink, _ = r.start(max_tokens=50)
 
             class Broken(Recorder):
-                def on_token(self, *args: Any) -> None:
+                def on_token(self, *_: Any) -> None:
                     raise RuntimeError("as told")
 
             broken = Broken()
