@@ -253,6 +253,7 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     node.close()
     if spec is None:
         node.error("spec", "is missing", "write at least spec.model and the pools")
+    if spec is None or not spec.is_mapping:
         return None
     model = _model(spec)
     slo = _slo(spec.child_or_empty("slo"))

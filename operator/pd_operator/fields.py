@@ -100,6 +100,7 @@ class Node:
         self.errors = errors
         self._known: set[str] = set()
         self._fields: dict[str, object] = {}
+        self.is_mapping = isinstance(value, Mapping)
         if isinstance(value, Mapping):
             self._fields = {str(key): item for key, item in value.items()}
         else:
@@ -215,7 +216,7 @@ class Node:
 
     def required(self, name: str, example: str) -> None:
         """Records that a field without a default is missing."""
-        if not self.has(name):
+        if not self.has(name) and self.is_mapping:
             self.error(name, "is missing", f"write {example}")
 
     def texts(self, name: str) -> dict[str, str]:

@@ -1,0 +1,127 @@
+"""The line from object to children and status, over a backend of dicts: creation, no write
+when nothing changed, an unreadable object, a failing backend, samples from ready routers.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from pd_operator.observed import Ref
+from pd_operator.podparts import Manifest
+from pd_operator.reconcile import RESYNC_S, SAMPLE_S, Key, Reconciler, World
+from pd_operator.samples import Samples
+from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
+
+KEY = Key("default", "chat")
+
+
+@dataclass
+class Backend:
+    """Objects in a dict; every write is recorded."""
+
+    document: Manifest | None
+    objects: dict[Ref, Manifest] = field(default_factory=dict)
+    writes: list[str] = field(default_factory=list)
+    fails: bool = False
+
+    async def observe(self, key: Key) -> World:
+        assert key == KEY
+        return World(self.document, tuple(self.objects.values()))
+
+    async def apply(self, key: Key, manifest: Manifest) -> None:
+        del key
+        if self.fails:
+            raise TimeoutError("the API server is away")
+        ref = Ref(manifest["kind"], manifest["metadata"]["name"])
+        self.objects[ref] = manifest
+        self.writes.append(f"apply {ref.kind}")
+
+    async def scale(self, key: Key, ref: Ref, replicas: int) -> None:
+        del key
+        manifest = self.objects[ref]
+        spec = {**manifest["spec"], "replicas": replicas}
+        self.objects[ref] = {**manifest, "spec": spec}
+        self.writes.append(f"scale {ref.kind}")
+
+    async def delete(self, key: Key, ref: Ref) -> None:
+        del key
+        del self.objects[ref]
+        self.writes.append(f"delete {ref.kind}")
+
+    async def write_status(self, key: Key, document: Manifest, new: dict[str, Any]) -> None:
+        del key
+        document["status"] = new
+        self.writes.append("status")
+
+
+def reconciler(backend: Backend, asked: list[str] | None = None) -> Reconciler:
+    async def read_samples(routers: Iterable[str]) -> Samples:
+        if asked is not None:
+            asked.extend(routers)
+        return Samples()
+
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    return Reconciler(backend, SETTINGS, read_samples=read_samples, clock=lambda: now)
+
+
+def ready(body: Manifest) -> str:
+    return next(one["status"] for one in body["status"]["conditions"] if one["type"] == "Ready")
+
+
+def test_creation_then_no_writes(run) -> None:
+    backend = Backend(document())
+    made = reconciler(backend)
+    assert run(made.reconcile(KEY)) == RESYNC_S
+    assert len([write for write in backend.writes if write != "status"]) == 7
+
+    run(made.reconcile(KEY))
+    backend.writes.clear()
+    run(made.reconcile(KEY))
+    assert backend.writes == []
+
+
+def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
+    body = document()
+    backend = Backend(body)
+    for item in running(rendered(cluster())):
+        backend.objects[Ref(item["kind"], item["metadata"]["name"])] = item
+    asked: list[str] = []
+    assert run(reconciler(backend, asked).reconcile(KEY)) == SAMPLE_S
+    assert backend.writes == ["status"]
+    assert ready(body) == "True"
+    assert asked == ["10.0.0.1"]
+
+
+def test_an_edit_of_the_replicas_is_one_write(run) -> None:
+    backend = Backend(document(**{"spec.decode.replicas": 3}))
+    for item in running(rendered(cluster())):
+        backend.objects[Ref(item["kind"], item["metadata"]["name"])] = item
+    run(reconciler(backend).reconcile(KEY))
+    assert backend.writes == ["scale StatefulSet", "status"]
+
+
+def test_an_unreadable_object_leaves_what_runs(run) -> None:
+    backend = Backend(document(**{"spec.decode.replicas": "two"}))
+    backend.objects[Ref("StatefulSet", "x")] = {"kind": "StatefulSet"}
+    run(reconciler(backend).reconcile(KEY))
+    assert backend.writes == ["status"]
+    assert backend.document is not None
+    assert ready(backend.document) == "False"
+
+
+def test_an_object_that_is_gone_is_left_alone(run) -> None:
+    backend = Backend(None)
+    assert run(reconciler(backend).reconcile(KEY)) is None
+    assert backend.writes == []
+
+
+def test_a_failing_backend_is_the_queues_affair(run) -> None:
+    backend = Backend(document(), fails=True)
+    with pytest.raises(TimeoutError):
+        run(reconciler(backend).reconcile(KEY))
+    backend.fails = False
+    run(reconciler(backend).reconcile(KEY))
+    assert len(backend.objects) == 7

@@ -1,0 +1,232 @@
+"""Status: conditions with stable reasons in the user's terms, counts, columns, and that
+nothing changes when nothing has changed.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from pd_core.sketch import WindowSketch
+from pd_operator import api, rollout, status
+from pd_operator.api import Cluster, Role
+from pd_operator.observed import observe
+from pd_operator.podparts import Manifest
+from pd_operator.samples import Samples
+from tests.pd_operator.objects import cluster, document, pod, pool_set, rendered, running
+
+NOW = "2026-01-01T00:00:00Z"
+LATER = "2026-01-01T00:01:00Z"
+
+
+def status_of(
+    of: Cluster,
+    objects: list[Manifest],
+    *,
+    samples: Samples | None = None,
+    previous: dict[str, Any] | None = None,
+    now: str = NOW,
+) -> dict[str, Any]:
+    wanted, seen = rendered(of), observe(objects)
+    plan = rollout.plan(wanted, seen)
+    return status.status_of(of, wanted, seen, plan, samples or Samples(), previous or {}, now)
+
+
+def condition(made: dict[str, Any], kind: str) -> tuple[str, str, str]:
+    [found] = [one for one in made["conditions"] if one["type"] == kind]
+    return found["status"], found["reason"], found["message"]
+
+
+def at(milliseconds: float) -> dict[int, int]:
+    """A sketch with one sample."""
+    sketch = WindowSketch()
+    sketch.add(milliseconds / 1000, 0.0)
+    return sketch.counts(0.0)
+
+
+def without(objects: list[Manifest], component: str) -> list[Manifest]:
+    """The objects without the pods of a component."""
+    return [
+        item
+        for item in objects
+        if item["kind"] != "Pod" or item["metadata"]["labels"]["pdcluster.dev/role"] != component
+    ]
+
+
+def test_all_is_well() -> None:
+    made = status_of(cluster(**{"metadata.generation": 3}), running(rendered(cluster())))
+    assert made["observedGeneration"] == 3
+    assert {one["type"]: one["status"] for one in made["conditions"]} == {
+        "Ready": "True",
+        "Available": "True",
+        "Progressing": "False",
+        "Degraded": "False",
+        "PrefillReady": "True",
+        "DecodeReady": "True",
+        "RouterReady": "True",
+        "ScalingActive": "False",
+        "SLOMet": "Unknown",
+    }
+    assert made["prefill"]["readiness"] == "1/1"
+    assert made["router"] == {"desired": 1, "ready": 1}
+    assert "ttft" not in made
+    assert all(one["observedGeneration"] == 3 for one in made["conditions"])
+
+
+def test_nothing_changes_when_nothing_has_changed() -> None:
+    objects = running(rendered(cluster()))
+    first = status_of(cluster(), objects)
+    assert status_of(cluster(), objects, previous=first, now=LATER) == first
+
+
+def test_a_transition_has_its_time() -> None:
+    objects = running(rendered(cluster()))
+    first = status_of(cluster(), objects)
+    second = status_of(cluster(), without(objects, "decode"), previous=first, now=LATER)
+    times = {one["type"]: one["lastTransitionTime"] for one in second["conditions"]}
+    assert times["DecodeReady"] == times["Ready"] == LATER
+    assert times["PrefillReady"] == NOW
+
+
+def test_nothing_there_yet() -> None:
+    made = status_of(cluster(), [])
+    assert condition(made, "Ready") == ("False", "Starting", "PrefillReady: 0 of 1 ready")
+    assert condition(made, "Available") == ("False", "NoRouter", "no router is ready")
+    assert condition(made, "Progressing")[:2] == ("True", "Applying")
+
+
+def test_intended_zero_is_ready() -> None:
+    none = cluster(**{"spec.prefill.replicas": 0, "spec.decode.replicas": 0})
+    made = status_of(none, running(rendered(none)))
+    assert condition(made, "Ready") == ("True", "ScaledToZero", "")
+    assert condition(made, "Available")[:2] == ("False", "NoWorkers")
+
+
+TROUBLES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "image": (
+        {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
+        "ImagePullBackOff",
+        "image engine:1: not found",
+    ),
+    "crash": (
+        {
+            "waiting": {"reason": "CrashLoopBackOff"},
+            "terminated": {"exitCode": 1, "message": "loading\nKeyError: 'rope'\n"},
+        },
+        "CrashLoopBackOff",
+        "engine ended with exit code 1: KeyError: 'rope'",
+    ),
+    "config": (
+        {"waiting": {"reason": "CreateContainerConfigError", "message": "no secret hub"}},
+        "CreateContainerConfigError",
+        "engine: no secret hub",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_what_keeps_a_pod_from_being_ready(name: str) -> None:
+    fields, reason, message = TROUBLES[name]
+    wanted = rendered(cluster())
+    objects = without(running(wanted), "decode")
+    objects.append(pod(pool_set(wanted, Role.DECODE), 0, ready=False, **fields))
+    made = status_of(cluster(), objects)
+    where = f"{pool_set(wanted, Role.DECODE)['metadata']['name']}-0"
+    assert condition(made, "Degraded") == ("True", reason, f"{where}: {message}")
+    assert condition(made, "DecodeReady") == (
+        "False",
+        reason,
+        f"0 of 1 ready; {where}: {message}",
+    )
+    assert condition(made, "Ready")[1] == reason
+
+
+def test_a_pod_that_no_node_can_take() -> None:
+    wanted = rendered(cluster())
+    waiting = pod(pool_set(wanted, Role.DECODE), 0, ready=False)
+    waiting["status"]["conditions"].append(
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "Insufficient nvidia.com/gpu",
+        }
+    )
+    made = status_of(cluster(), [*without(running(wanted), "decode"), waiting])
+    assert condition(made, "DecodeReady")[1] == "Unschedulable"
+    assert "Insufficient nvidia.com/gpu" in condition(made, "DecodeReady")[2]
+
+
+def test_a_rollout_is_progress() -> None:
+    changed = cluster(**{"spec.decode.engine.maxRunning": 8})
+    made = status_of(changed, running(rendered(cluster())))
+    assert condition(made, "Progressing")[:2] == ("True", "RollingOut")
+    assert condition(made, "Ready")[:2] == ("False", "RollingOut")
+    assert condition(made, "Available")[0] == "True"
+
+
+def test_draining_pods_do_not_count() -> None:
+    wanted = rendered(cluster())
+    objects = without(running(wanted), "decode")
+    objects.append(pod(pool_set(wanted, Role.DECODE), 0, terminating=True))
+    made = status_of(cluster(), objects)
+    assert made["decode"]["ready"] == 0
+    assert made["decode"]["draining"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ttft_ms", "expected"),
+    [
+        (None, ("Unknown", "NoData", "")),
+        (100, ("True", "WithinTarget", "")),
+        (900, ("False", "TargetMissed", "p99 TTFT is 900ms, target 500ms")),
+    ],
+)
+def test_targets(ttft_ms: float | None, expected: tuple[str, str, str]) -> None:
+    of = cluster(**{"spec.slo.ttft": {"target": "500ms"}})
+    samples = Samples(ttft=at(ttft_ms)) if ttft_ms else Samples()
+    made = status_of(of, running(rendered(of)), samples=samples)
+    assert condition(made, "SLOMet") == expected
+
+
+def test_an_object_that_cannot_be_read_keeps_its_numbers() -> None:
+    before = status_of(cluster(), running(rendered(cluster())))
+    with pytest.raises(api.InvalidCluster) as caught:
+        cluster(**{"spec.decode.replicas": -1})
+    made = status.invalid_status(caught.value, 7, before, LATER)
+    assert made["observedGeneration"] == 7
+    assert condition(made, "Ready")[1] == "InvalidSpec"
+    assert "spec.decode.replicas: is -1" in condition(made, "Ready")[2]
+    assert condition(made, "PrefillReady")[0] == "True"
+    assert made["decode"] == before["decode"]
+
+
+def test_columns() -> None:
+    created = {"metadata.creationTimestamp": "2026-01-01T00:00:00Z"}
+    body = document(**created)
+    samples = Samples(ttft=at(123.4), tpot=at(8.5))
+    body["status"] = status_of(cluster(), running(rendered(cluster())), samples=samples)
+    now = datetime(2026, 1, 1, 3, 0, tzinfo=UTC)
+    assert status.columns(body, now) == {
+        "NAME": "chat",
+        "READY": "True",
+        "PREFILL": "1/1",
+        "DECODE": "1/1",
+        "TTFT": "120ms",
+        "TPOT": "8.4ms",
+        "MODEL": "smollm2",
+        "AGE": "3h",
+    }
+
+
+def test_columns_before_the_first_status() -> None:
+    row = status.columns(document(), datetime(2026, 1, 1, tzinfo=UTC))
+    assert (row["READY"], row["PREFILL"], row["TTFT"], row["AGE"]) == ("Unknown", "-", "-", "-")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0004, "0.4ms"), (0.0123, "12ms"), (0.999, "1000ms"), (1.234, "1200ms"), (12.3, "12s")],
+)
+def test_latencies_have_two_digits(seconds: float, text: str) -> None:
+    assert status.format_latency(seconds) == text
