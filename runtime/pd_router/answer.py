@@ -86,7 +86,7 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-class _PromptSink:
+class PromptSink:
     """Takes one generation's output into the inbox of its request."""
 
     __slots__ = ("_inbox", "_open", "_prompt")
@@ -261,7 +261,7 @@ class Run:
                 deadline_s=deadline_s,
                 cache_salt=self._ask.cache_salt,
             )
-            sink = _PromptSink(self.inbox, number, self._ask.choices)
+            sink = PromptSink(self.inbox, number, self._ask.choices)
             prompt.generation = sessions.start(request, sink)
 
     @property

@@ -148,12 +148,36 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=SHUTDOWN_S,
             )
         )
         self._sock = sock
+        self._stop = asyncio.Event()
         host, port = sock.getsockname()[:2]
         self.address = Address(host, port)
+
+    async def main_loop(self) -> None:
+        """Once a second (uvicorn: ten times) the date header is renewed."""
+        while not self._stop.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._stop.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What ran has ended before: idle connections are closed, the last answers flushed."""
+        for server in self.servers:
+            server.close()
+        for sock in sockets or ():
+            sock.close()
+        connections = self.server_state.connections
+        for connection in list(connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                while connections:
+                    await asyncio.sleep(0.005)
+        for connection in list(connections):
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -161,17 +185,17 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Serves while the body runs. Whoever leaves has drained: what is left is cut."""
+        """Serves while the body runs."""
         task = asyncio.get_running_loop().create_task(self.serve(sockets=[self._sock]))
         try:
             while not self.started and not task.done():
                 await asyncio.sleep(0)
+            if task.done():
+                task.result()
             yield
         finally:
-            self.should_exit = True
+            self._stop.set()
             await asyncio.gather(task, return_exceptions=True)
-            for connection in list(self.server_state.connections):
-                connection.transport.abort()
 
 
 def bind(address: Address, *, reuse_port: bool = False) -> socket.socket:

@@ -140,6 +140,7 @@ class PlayedSessions:
     def __init__(self) -> None:
         self.script: Script | None = None
         self.refusal: Failure | None = None
+        self.refuse_from: int | None = None  # how many are started before it refuses
         self.bug: Exception | None = None
         self.started: list[PlayedGeneration] = []
         self._changed = asyncio.Condition()
@@ -150,6 +151,8 @@ class PlayedSessions:
             raise self.bug
         if self.refusal is not None:
             raise RequestFailure(self.refusal.kind, self.refusal.message)
+        if self.refuse_from is not None and len(self.started) >= self.refuse_from:
+            raise RequestFailure(FailureKind.OVERLOADED, "enough")
         loop = asyncio.get_running_loop()
         timeline = Timeline(request.request_id, loop.time(), len(request.token_ids))
         generation = PlayedGeneration(request, sink, timeline)
