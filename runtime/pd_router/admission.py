@@ -46,6 +46,11 @@ class Admission:
     def queued(self) -> int:
         return len(self._waiting)
 
+    @property
+    def backlog(self) -> int:
+        """Entries kept for the queue, those who gave up included."""
+        return len(self._heap)
+
     def offer(self, key: str, priority: int = 0) -> Verdict | Failure:
         """A request arrives: it runs, waits, or is refused."""
         if key in self._running or key in self._waiting:

@@ -101,8 +101,9 @@ class WorkerView:
         return -(-tokens // self.block_tokens)
 
     def holds(self, tokens: int) -> bool:
-        """Whether so many tokens fit when nothing else is here."""
-        return tokens <= self.max_model_tokens and tokens <= self.pool_tokens
+        """Whether it could compute so many tokens and one more (which needs no KV) when
+        nothing else is here."""
+        return tokens < self.max_model_tokens and tokens <= self.pool_tokens
 
     def report(self, load: LoadReport) -> None:
         """A heartbeat came: it knows of all that was assigned before."""

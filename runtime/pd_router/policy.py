@@ -75,7 +75,7 @@ def place(
 ) -> Placement | Unplaced:
     """Chooses decode, then prefill. O(workers)."""
     usable = [w for w in workers if w.usable]
-    decoders = [w for w in usable if w.role is not Role.PREFILL and w.holds(need.tokens + 1)]
+    decoders = [w for w in usable if w.role is not Role.PREFILL and w.holds(need.tokens)]
     if not decoders:
         return Unplaced(_why_no_decoder(usable, need))
     open_to_us = [w for w in decoders if w.id not in exclusions.barred]

@@ -150,20 +150,20 @@ class Sessions:
 
 def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
     """A prompt and one token must fit somewhere."""
-    tokens = prompt_tokens + 1
-    if any(view.holds(tokens) for view in usable):
+    if any(view.holds(prompt_tokens) for view in usable):
         return
     context = max(view.max_model_tokens for view in usable)
-    start = f"the prompt has {prompt_tokens} tokens; with at least one token of output it must"
-    if tokens > context:
+    if prompt_tokens >= context:
         raise RequestFailure(
             FailureKind.CONTEXT_TOO_LONG,
-            f"{start} fit the model's context of {context} tokens: shorten it",
+            f"the prompt has {prompt_tokens} tokens; with at least one token of output it must "
+            f"fit the model's context of {context} tokens: shorten it",
         )
     pool = max(view.pool_tokens for view in usable)
     raise RequestFailure(
         FailureKind.POOL_TOO_SMALL,
-        f"{start} fit the KV pool of {pool} tokens: shorten it, or give the workers a larger one",
+        f"the prompt has {prompt_tokens} tokens, but the workers' KV pools hold at most {pool}: "
+        "shorten it, or give them larger ones",
     )
 
 

@@ -96,14 +96,11 @@ def renew_to_pb(handles: Iterable[int]) -> pb.Command:
 def token_from_pb(out: pb.TokenOut) -> Token:
     """A finish state that this version doesn't know ends the choice too: as `stop`."""
     finish = out.finish
-    return Token(
-        out.choice,
-        out.index,
-        out.token,
-        _FINISH.get(finish, "stop") if finish else None,
-        out.logprob if out.HasField("logprob") else None,
-        tuple((top.token, top.logprob) for top in out.top) if out.top else (),
-    )
+    named = _FINISH.get(finish, "stop") if finish else None
+    if not out.HasField("logprob"):  # the hot path
+        return Token(out.choice, out.index, out.token, named)
+    top = tuple((other.token, other.logprob) for other in out.top)
+    return Token(out.choice, out.index, out.token, named, out.logprob, top)
 
 
 def granted_from_pb(event: pb.Granted) -> Granted:

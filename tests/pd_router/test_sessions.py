@@ -109,7 +109,7 @@ def test_refusals_at_once(run: Run) -> None:
             kinds.append(refusal(r))
             await r.add("decode", "d-0", kv_blocks=10, max_model_tokens=50)
             kinds.append(refusal(r, prompt=(1,) * 50))
-            kinds.append(refusal(r, prompt=(1,) * 40))
+            kinds.append(refusal(r, prompt=(1,) * 41))
             kinds.append(refusal(r, prompt=()))
             kinds.append(refusal(r, max_tokens=0))
             assert kinds == [
@@ -121,7 +121,7 @@ def test_refusals_at_once(run: Run) -> None:
                 FailureKind.INVALID_REQUEST,
             ]
             assert r.sessions.counts().running == 0
-            await r.complete(prompt=(1,) * 39, max_tokens=1)
+            await r.complete(prompt=(1,) * 40, max_tokens=1)
 
     run(body())
 

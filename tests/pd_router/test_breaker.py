@@ -1,0 +1,108 @@
+"""Lateness and the breaker: when it opens, how it closes again."""
+
+from dataclasses import replace
+
+from pd_router.breaker import Breaker, Progress, State
+from pd_router.fleet import LoadReport
+
+BUSY = LoadReport(queued=1, running=2, pending_tokens=100, kv_blocks=10, kv_free=5, steps=7)
+
+
+def test_open_then_one_probe_then_closed() -> None:
+    breaker = Breaker()
+    assert breaker.lets_through
+    breaker.trip("late", 10.0)
+    assert not breaker.lets_through
+    breaker.alive(11.0)
+    assert breaker.state is State.OPEN
+    breaker.alive(12.0)
+    assert breaker.state is State.HALF_OPEN
+    assert breaker.lets_through
+    assert breaker.sent()
+    assert not breaker.lets_through
+    assert not breaker.sent()
+    assert breaker.moved()
+    assert breaker.state is State.CLOSED
+    assert not breaker.moved()
+
+
+def test_late_again_waits_longer_each_time() -> None:
+    breaker = Breaker()
+    now = 0.0
+    pauses = []
+    for _ in range(7):
+        breaker.trip("late", now)
+        began = now
+        while breaker.state is State.OPEN:
+            now += 0.5
+            breaker.alive(now)
+        pauses.append(now - began)
+        breaker.sent()
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    breaker.moved()
+    breaker.trip("late", now)
+    breaker.alive(now + 2.0)
+    assert breaker.state is State.HALF_OPEN
+
+
+def test_a_probe_that_told_nothing_makes_room_for_another() -> None:
+    breaker = Breaker()
+    breaker.trip("late", 0.0)
+    breaker.alive(5.0)
+    breaker.sent()
+    breaker.probe_over()
+    assert breaker.lets_through
+    assert breaker.state is State.HALF_OPEN
+
+
+def test_frames_of_old_requests_dont_close_it() -> None:
+    breaker = Breaker()
+    breaker.trip("late", 0.0)
+    assert not breaker.moved()
+    breaker.alive(5.0)
+    assert not breaker.moved()
+    assert breaker.state is State.HALF_OPEN
+
+
+def test_late_only_with_work() -> None:
+    progress = Progress()
+    assert progress.late(0.0, 0, 1e9) is None
+    progress.expect(100.0)
+    assert progress.late(0.0, 0, 101.9) is None
+    late = progress.late(0.0, 0, 102.1)
+    assert late is not None
+    assert "2.1 s" in late
+    progress.moved(102.0)
+    assert progress.late(0.0, 0, 103.0) is None
+    progress.expect(103.9)  # a second one doesn't set the clock back
+    assert progress.late(0.0, 0, 104.1) is not None
+    progress.expect_no_more()
+    progress.expect_no_more()
+    assert progress.late(0.0, 0, 1e9) is None
+    progress.expect(200.0)
+    assert progress.late(0.0, 0, 201.0) is None
+
+
+def test_slow_steps_and_long_prompts_are_allowed_for() -> None:
+    progress = Progress(prefill_tokens_per_s=1000.0)
+    assert progress.allowed_s(0.01, 0) == 2.0
+    assert progress.allowed_s(0.5, 0) == 10.0
+    assert progress.allowed_s(0.01, 6000) == 60.0
+    assert Progress().allowed_s(0.01, 1000) == 100.0
+
+
+def test_heartbeats_show_that_steps_go_on() -> None:
+    progress = Progress()
+    progress.expect(0.0)
+    assert progress.heartbeat(BUSY, replace(BUSY, steps=8), 5.0)
+    assert progress.late(0.0, 0, 6.0) is None
+    assert not progress.heartbeat(BUSY, replace(BUSY, queued=9), 7.5)
+    assert progress.late(0.0, 0, 7.6) is not None
+    assert progress.heartbeat(BUSY, replace(BUSY, queued=0, running=0, pending_tokens=0), 8.0)
+
+
+def test_an_engine_that_doesnt_count_steps() -> None:
+    progress = Progress()
+    silent = replace(BUSY, steps=0)
+    assert not progress.heartbeat(silent, silent, 1.0)
+    assert progress.heartbeat(silent, replace(silent, pending_tokens=50), 2.0)
