@@ -109,12 +109,16 @@ def _write_weights(source: Path, config: Any, folder: Path, progress: Progress) 
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
+    free = _free_bytes(folder)
     if free < needed:
         raise OSError(
             f"{folder.parent}: {free >> 20} MiB are free, the converted model needs "
             f"{needed >> 20} MiB: free some space or choose another folder"
         )
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ Any decoder-only model whose layers go through transformers' attention interface
 unchanged; the others are refused by name, before their weights are read where possible.
 """
 
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,15 +132,15 @@ def _refuse_by_config(checkpoint: Checkpoint, config: Any, text: Any) -> None:
         raise refuse("its attention is latent (MLA), whose KV has another form than our blocks")
     if getattr(text, "num_kv_shared_layers", 0):
         raise refuse("its layers share KV with one another")
-    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-    if others:
-        raise refuse(f"it has layers of type {', '.join(sorted(map(str, others)))}")
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise refuse("transformers has no causal language model for it")
     model_class = mapping[type(config)]
     if getattr(model_class, "_is_stateful", False):
         raise refuse("it keeps a recurrent state (state-space or linear attention) instead of KV")
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    if others:
+        raise refuse(f"it has layers of type {', '.join(sorted(map(str, others)))}")
     if not model_class._can_set_attn_implementation():
         raise refuse("its definition in transformers doesn't use the attention interface")
 

@@ -40,10 +40,11 @@ class Sequence_:
     @classmethod
     def random(cls, tokens: int, blocks: list[int], seed: int) -> "Sequence_":
         generator = torch.Generator().manual_seed(seed)
-        made = [
-            torch.randn(h, tokens, DIM, generator=generator) for h in (HEADS, KV_HEADS, KV_HEADS)
-        ]
-        return cls(*made, blocks)
+
+        def normal(heads: int) -> torch.Tensor:
+            return torch.randn(heads, tokens, DIM, generator=generator)
+
+        return cls(normal(HEADS), normal(KV_HEADS), normal(KV_HEADS), blocks)
 
     def row(self, seq_id: int, start: int, tokens: int) -> Row:
         return Row(seq_id, [0] * tokens, start, self.blocks)
@@ -185,7 +186,6 @@ def test_finished_layers_are_reported_by_groups() -> None:
     reports: list[tuple[int, int]] = []
     pool = KvPool(layout(layers=7), 2, CPU)
     sequence = Sequence_.random(2, [0], seed=3)
-    parts = [sequence.query, sequence.key, sequence.value]
     step = PagedStep(
         pool,
         CausalMasks(torch.float32, CPU),
@@ -194,7 +194,7 @@ def test_finished_layers_are_reported_by_groups() -> None:
         layer_group=3,
     )
     for layer in range(7):
-        step.attend(layer, *parts, OPTIONS["plain"])
+        step.attend(layer, sequence.query, sequence.key, sequence.value, OPTIONS["plain"])
         written = pool.tensor[0, layer, 0, :2]
         torch.testing.assert_close(written, sequence.key.transpose(0, 1), atol=0, rtol=0)
     assert reports == [(0, 3), (3, 6), (6, 7)]
