@@ -1,0 +1,221 @@
+"""Covers pd_router.metrics and journal: what is measured, under which names and labels, what
+the sketches say, and that what is remembered stays bounded."""
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_core.failures import Failure, FailureKind
+from pd_core.sketch import from_json, quantile
+from pd_router import journal
+from pd_router.metrics import Metrics
+from pd_router.types import Timeline
+from tests import client
+from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
+
+HI: Any = [{"role": "user", "content": "hi"}]
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    families = text_string_to_metric_families(metrics.expose().decode())
+    return {
+        (s.name.removeprefix("pdcluster_router_"), frozenset(s.labels.items())): s.value
+        for family in families
+        for s in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return samples(metrics).get((name, frozenset({"model": MODEL, **labels}.items())))
+
+
+def a_timeline(**fields: Any) -> Timeline:
+    return (
+        Timeline("r", 0.0)
+        if not fields
+        else Timeline(**{"request_id": "r", "accepted": 0.0} | fields)
+    )
+
+
+SERVED: dict[str, Any] = {
+    "prompt_tokens": 100,
+    "completion_tokens": 10,
+    "cached_tokens": 32,
+    "queue_s": 0.002,
+    "grant_wait_s": 0.003,
+    "prefill_worker": "p-0",
+    "prefill_queue_s": 0.004,
+    "prefill_s": 0.5,
+    "kv_bytes": 1000,
+    "transfer_s": 0.04,
+    "transport": "tcp",
+    "decode_worker": "d-0",
+    "attempts": 1,
+    "ttft_s": 0.6,
+    "tpot_s": 0.02,
+}
+
+
+def test_a_served_request_in_all_its_stages() -> None:
+    metrics = Metrics(MODEL)
+    metrics.generation_done(a_timeline(**SERVED))
+    stages = {
+        ("prefill_seconds_sum", "prefill"): 0.5,
+        ("prefill_queue_seconds_sum", "prefill"): 0.004,
+        ("grant_wait_seconds_sum", "decode"): 0.003,
+        ("transfer_seconds_sum", "decode"): 0.04,
+        ("tpot_seconds_sum", "decode"): 0.02,
+        ("queue_seconds_sum", "router"): 0.002,
+    }
+    for (name, pool), expected in stages.items():
+        assert value(metrics, name, pool=pool) == pytest.approx(expected)
+    assert value(metrics, "kv_bytes_total", transport="tcp") == 1000
+    assert value(metrics, "prompt_tokens_total") == 100
+    assert value(metrics, "cached_tokens_total") == 32
+    assert value(metrics, "completion_tokens_total") == 10
+
+
+def test_one_worker_that_does_both_is_a_pool_of_its_own() -> None:
+    metrics = Metrics(MODEL)
+    together = {"prefill_worker": "c-0", "decode_worker": "c-0", "kv_bytes": 0}
+    metrics.generation_done(a_timeline(**SERVED | together))
+    assert value(metrics, "prefill_seconds_count", pool="both") == 1
+    assert value(metrics, "tpot_seconds_count", pool="both") == 1
+    assert value(metrics, "transfer_seconds_count", pool="decode") is None
+
+
+def test_a_request_that_never_got_anywhere_counts_no_stages() -> None:
+    metrics = Metrics(MODEL)
+    metrics.generation_done(a_timeline(prompt_tokens=5, queue_s=1.0))
+    metrics.failed(FailureKind.NO_CAPACITY)
+    metrics.on_retry(Failure(FailureKind.WORKER_LOST, ""))
+    names = {name for name, _ in samples(metrics)}
+    assert "prefill_seconds_count" not in names
+    assert value(metrics, "failures_total", kind="no_capacity") == 1
+    assert value(metrics, "retries_total", kind="worker_lost") == 1
+
+
+def test_buckets_go_from_a_millisecond_to_two_minutes() -> None:
+    metrics = Metrics(MODEL)
+    metrics.generation_done(a_timeline(**SERVED))
+    bounds = sorted(
+        float(dict(labels)["le"])
+        for name, labels in samples(metrics)
+        if name == "prefill_seconds_bucket"
+    )
+    assert (bounds[0], bounds[-2], bounds[-1]) == (0.001, 120.0, float("inf"))
+    assert all(b / a <= 2 for a, b in zip(bounds[:-2], bounds[1:-1], strict=True))
+
+
+def test_sketches_hold_the_last_minute() -> None:
+    now = 1000.0
+    metrics = Metrics(MODEL, clock=lambda: now)
+    for ttft in (0.1, 0.2, 0.3):
+        metrics.first_text(a_timeline(**SERVED), ttft)
+    metrics.generation_done(a_timeline(**SERVED))
+    told = metrics.sketches_json()
+    assert (told["model"], told["window_s"]) == (MODEL, 60.0)
+    assert quantile(from_json(told["sketches"]["ttft"]), 0.5) == pytest.approx(0.2, rel=0.03)
+    assert quantile(from_json(told["sketches"]["tpot"]), 0.5) == pytest.approx(0.02, rel=0.03)
+    now += 100
+    assert metrics.sketches_json()["sketches"] == {"ttft": {}, "tpot": {}}
+
+
+async def _ask(r: Rig, **fields: Any) -> client.Response:
+    body = {"model": MODEL, "messages": HI} | fields
+    return await client.request(r.http.host, r.http.port, "POST", "/v1/chat/completions", body)
+
+
+def test_what_a_request_over_http_leaves_behind(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+            tokens = r.tokens("abcd")
+
+            async def script(generation: PlayedGeneration) -> None:
+                for key in ("prefill_worker", "decode_worker", "attempts", "cached_tokens"):
+                    setattr(generation.timeline, key, SERVED[key])
+                for token in tokens:
+                    generation.emit(token)
+                    await asyncio.sleep(0.01)
+                generation.emit(2, "stop")
+                generation.done()
+
+            r.sessions.script = script
+            with caplog.at_level(logging.INFO, "pd_router.access"):
+                for stream in (False, True):
+                    response = await _ask(r, stream=stream)
+                    assert response.status == 200
+                    await response.body()
+                    await response.close()
+                response = await _ask(r, n=0)
+                await response.close()
+            path = "/v1/chat/completions"
+            assert value(r.metrics, "requests_total", status="200", endpoint=path) == 2
+            assert value(r.metrics, "requests_total", status="400", endpoint=path) == 1
+            assert value(r.metrics, "failures_total", kind="invalid_request") == 1
+            assert value(r.metrics, "itl_seconds_count", pool="decode") == 8
+            assert value(r.metrics, "ttft_seconds_count", pool="prefill") == 2
+            tpot_s = value(r.metrics, "tpot_seconds_sum", pool="decode")
+            assert tpot_s is not None
+            assert 2 * 0.009 < tpot_s < 1
+            assert value(r.metrics, "running_requests") == 0
+            entry = r.journal.find(None)[1]
+            assert entry["timelines"][0]["tpot_s"] == pytest.approx(tpot_s / 2, rel=0.9)
+
+    go(scenario())
+    lines = [record.getMessage() for record in caplog.records if record.name == "pd_router.access"]
+    assert len(lines) == 3
+    words = dict(word.split("=", 1) for word in lines[1].split(" "))
+    assert words["status"] == "200"
+    assert words["stream"] == "true"
+    assert words["completion_tokens"] == "5"
+    assert (words["prefill"], words["decode"]) == ("p-0", "d-0")
+    assert float(words["ttft_ms"]) <= float(words["total_ms"])
+    assert "failure=invalid_request" in lines[2]
+
+
+def test_a_token_without_text_is_not_the_first_text() -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+            half, *rest = r.tokens("🙂")
+
+            async def script(generation: PlayedGeneration) -> None:
+                generation.emit(half)
+                await asyncio.sleep(0.05)
+                for token in rest:
+                    generation.emit(token)
+                generation.emit(2, "stop")
+                generation.done()
+
+            r.sessions.script = script
+            await (await _ask(r)).close()
+            ttft_s = value(r.metrics, "ttft_seconds_sum", pool="both")
+            assert ttft_s is not None
+            assert ttft_s >= 0.05
+
+    go(scenario())
+
+
+def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "RING_REQUESTS", 3)
+
+    async def scenario() -> None:
+        async with rig() as r:
+            r.sessions.script = says([])
+            for _ in range(5):
+                await (await _ask(r)).close()
+            assert len(r.journal.find(None)) == 3
+            response = await client.request(
+                r.http.host,
+                r.http.port,
+                "POST",
+                "/v1/completions",
+                {"model": MODEL, "prompt": ["x"] * 40},
+            )
+            await response.close()
+            assert len(r.journal.find(None)[0]["timelines"]) == journal.RING_TIMELINES
+
+    go(scenario())
