@@ -2,6 +2,7 @@
 the sketches say, and that what is remembered stays bounded."""
 
 import asyncio
+import itertools
 import logging
 from typing import Any
 
@@ -33,11 +34,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 
 
 def a_timeline(**fields: Any) -> Timeline:
-    return (
-        Timeline("r", 0.0)
-        if not fields
-        else Timeline(**{"request_id": "r", "accepted": 0.0} | fields)
-    )
+    return Timeline(request_id="r", accepted=0.0, **fields)
 
 
 SERVED: dict[str, Any] = {
@@ -107,7 +104,7 @@ def test_buckets_go_from_a_millisecond_to_two_minutes() -> None:
         if name == "prefill_seconds_bucket"
     )
     assert (bounds[0], bounds[-2], bounds[-1]) == (0.001, 120.0, float("inf"))
-    assert all(b / a <= 2 for a, b in zip(bounds[:-2], bounds[1:-1], strict=True))
+    assert all(b / a <= 2 for a, b in itertools.pairwise(bounds[:-1]))
 
 
 def test_sketches_hold_the_last_minute() -> None:
