@@ -40,7 +40,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._clock = clock
-        self.sketches = {"ttft": WindowSketch(_WINDOW_S), "tpot": WindowSketch(_WINDOW_S)}
+        self._ttft_sketch = WindowSketch(_WINDOW_S)
+        self._tpot_sketch = WindowSketch(_WINDOW_S)
         self._ttft = self._histogram("ttft", "Request in to first text out")
         self._tpot = self._histogram("tpot", "Mean time between a choice's tokens")
         self._itl = self._histogram("itl", "Time between two tokens of a choice")
@@ -86,7 +87,7 @@ class Metrics:
 
     def first_text(self, timeline: Timeline, ttft_s: float) -> None:
         self._ttft.labels(self._model, prefill_pool(timeline)).observe(ttft_s)
-        self.sketches["ttft"].add(ttft_s, self._clock())
+        self._ttft_sketch.add(ttft_s, self._clock())
 
     def request_done(self, endpoint: str, status: int, total_s: float) -> None:
         self._requests.labels(self._model, str(status), endpoint).inc()
@@ -119,16 +120,18 @@ class Metrics:
             self._kv_bytes.labels(model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
             self._tpot.labels(model, decode).observe(timeline.tpot_s)
-            self.sketches["tpot"].add(timeline.tpot_s, self._clock())
+            self._tpot_sketch.add(timeline.tpot_s, self._clock())
 
     def expose(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
 
     def sketches_json(self) -> dict[str, Any]:
+        """The last minute's TTFT and TPOT: bucket -> count (pd_core.sketch)."""
         now = self._clock()
         return {
             "model": self._model,
             "window_s": _WINDOW_S,
-            "sketches": {name: sketch.to_json(now) for name, sketch in self.sketches.items()},
+            "ttft_s": self._ttft_sketch.to_json(now),
+            "tpot_s": self._tpot_sketch.to_json(now),
         }

@@ -549,7 +549,7 @@ def test_the_admin_port() -> None:
             assert (await page("/debug/workers"))["workers"] == [{"worker": "p-0"}]
             sketches = await page("/sketches")
             assert sketches["router"] == "router-0"
-            assert sum(sketches["sketches"]["ttft"].values()) == 1
+            assert sum(sketches["ttft_s"].values()) == 1
             assert "pdcluster_router_ttft_seconds_bucket" in await page("/metrics")
             assert (await page("/health"))["status"] == "ok"
             assert (await page("/other", 404))["error"]["code"] == "unknown_url"
