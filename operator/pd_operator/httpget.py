@@ -1,6 +1,7 @@
 """One bounded HTTP GET: probes, the routers' admin ports, readiness of the whole."""
 
 import asyncio
+import os
 import re
 from dataclasses import dataclass
 
@@ -32,7 +33,8 @@ async def get(
     except TimeoutError:
         raise GetFailed(f"no answer within {timeout_s:g} s") from None
     except OSError as error:
-        raise GetFailed(error.strerror or str(error)) from error
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise GetFailed(reason) from error
 
 
 async def _get(host: str, port: int, path: str, max_bytes: int) -> Response:

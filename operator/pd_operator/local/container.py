@@ -263,7 +263,7 @@ class Container:
             return
         self.started = True
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch_readiness(self._readiness))
+            group.create_task(self._watch_readiness(self._readiness, process.pid))
             if self._liveness:
                 group.create_task(self._watch_liveness(self._liveness, process))
 
@@ -271,22 +271,22 @@ class Container:
         """Asks often, and counts time instead of failures."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + probe.initial_delay_s + probe.failures * probe.period_s
-        while (problem := await probe.ask()) is not None:
+        while (problem := await probe.ask(process.pid)) is not None:
             if loop.time() >= deadline:
                 await self._kill(probe, process, f"startup probe failed: {problem}")
                 return False
             await asyncio.sleep(min(probes.EAGER_S, probe.period_s))
         return True
 
-    async def _watch_readiness(self, probe: probes.Probe | None) -> None:
+    async def _watch_readiness(self, probe: probes.Probe | None, pid: int) -> None:
         if probe is None:
             self._set_ready(True)
             return
-        while await probe.ask() is not None:
+        while await probe.ask(pid) is not None:
             await asyncio.sleep(min(probes.EAGER_S, probe.period_s))
         self._set_ready(True)
         streak = probes.Streak(probe.failures, probe.successes, good=True)
-        async with aclosing(probe.answers()) as answers:
+        async with aclosing(probe.answers(pid)) as answers:
             async for problem in answers:
                 self._set_ready(streak.record(problem is None))
 
@@ -298,7 +298,7 @@ class Container:
 
     async def _watch_liveness(self, probe: probes.Probe, process: Process) -> None:
         streak = probes.Streak(probe.failures, 1, good=True)
-        async with aclosing(probe.answers()) as answers:
+        async with aclosing(probe.answers(process.pid)) as answers:
             async for problem in answers:
                 if not streak.record(problem is None):
                     await self._kill(probe, process, f"liveness probe failed: {problem}")

@@ -7,6 +7,8 @@ themselves, and the kernel drops them when their owner dies, however it dies.
 import errno
 import os
 import socket
+import sys
+from pathlib import Path
 from types import TracebackType
 
 _FIRST, _SUBNETS = 64, 32 * 256
@@ -119,3 +121,30 @@ def _check_unused(port: int) -> None:
                 ) from None
             reason = error.strerror or str(error)
             raise AddressTaken(f"can't listen on port {port}: {reason}; {_OTHER_PORT}") from error
+
+
+def listens(pid: int, address: tuple[str, int]) -> bool:
+    """Whether that very process listens there: on a shared port anybody's answer comes."""
+    try:
+        inodes = _listening_inodes(address)
+        descriptors = os.scandir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    with descriptors:
+        for entry in descriptors:
+            try:
+                target = os.readlink(entry.path)
+            except OSError:  # closed meanwhile
+                continue
+            if target in inodes:
+                return True
+    return False
+
+
+def _listening_inodes(address: tuple[str, int]) -> set[str]:
+    """Sockets as /proc/PID/fd names them. /proc/net/tcp writes addresses as this machine's
+    words in hexadecimal, and state 0A for one that listens."""
+    packed = int.from_bytes(socket.inet_aton(address[0]), sys.byteorder)
+    local = f"{packed:08X}:{address[1]:04X}"
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return {f"socket:[{row[9]}]" for row in rows if row[1] == local and row[3] == "0A"}

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 from pd_operator import httpget
+from pd_operator.local.network import listens
 from pd_operator.podparts import Manifest
 
 EAGER_S = 0.2
@@ -25,9 +26,13 @@ class Probe:
     failures: int
     successes: int
     grace_s: float | None
+    shared: bool
+    """Other processes may answer at the same address."""
 
-    async def ask(self) -> str | None:
-        """None for success, else what went wrong."""
+    async def ask(self, pid: int) -> str | None:
+        """None for success, else what went wrong with the process."""
+        if self.shared and not listens(pid, (self.host, self.port)):
+            return "not listening"
         try:
             response = await httpget.get(
                 self.host, self.port, self.path, timeout_s=self.timeout_s, max_bytes=1 << 16
@@ -39,13 +44,13 @@ class Probe:
         text = response.body[:200].decode(errors="replace").strip()
         return f"status {response.status}" + (f", {text}" if text else "")
 
-    async def answers(self) -> AsyncGenerator[str | None, None]:
+    async def answers(self, pid: int) -> AsyncGenerator[str | None, None]:
         """One answer each period."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self.initial_delay_s)
         while True:
             began = loop.time()
-            yield await self.ask()
+            yield await self.ask(pid)
             await asyncio.sleep(max(0.01, began + self.period_s - loop.time()))
 
 
@@ -57,7 +62,8 @@ def parse(
     if spec is None:
         return None
     port = spec["httpGet"]["port"]
-    address = published.get(port) or (host, _port_number(container, port))
+    shared = published.get(port)
+    address = shared or (host, _port_number(container, port))
     return Probe(
         host=address[0],
         port=address[1],
@@ -68,6 +74,7 @@ def parse(
         failures=spec.get("failureThreshold", 3),
         successes=spec.get("successThreshold", 1),
         grace_s=spec.get("terminationGracePeriodSeconds"),
+        shared=shared is not None,
     )
 
 

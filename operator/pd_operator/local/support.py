@@ -1,9 +1,18 @@
 """PURE. What a PDCluster may ask for that this machine's backend hasn't."""
 
-from pd_operator.api import Builtin, Cluster, HostPath, InvalidCluster, Pool, Template
+from pd_operator.api import (
+    Claim,
+    Cluster,
+    HuggingFace,
+    InvalidCluster,
+    ModelImage,
+    Pool,
+    Source,
+    Template,
+)
 from pd_operator.fields import FieldError
 
-_CLUSTER_ONLY = "is for Kubernetes; this machine has"
+_KUBERNETES = "is for Kubernetes"
 
 
 def check(cluster: Cluster) -> None:
@@ -35,13 +44,19 @@ def notes(cluster: Cluster) -> list[str]:
     return found
 
 
+_SOURCE_FIELDS: dict[type[Source], str] = {
+    HuggingFace: "huggingFace",
+    Claim: "persistentVolumeClaim",
+    ModelImage: "image",
+}
+
+
 def _source(cluster: Cluster) -> list[FieldError]:
-    source = cluster.model.source
-    if isinstance(source, Builtin | HostPath):
+    field = _SOURCE_FIELDS.get(type(cluster.model.source))
+    if field is None:
         return []
     remedy = "write builtin, or hostPath with a folder or a GGUF file"
-    problem = f"{_CLUSTER_ONLY} no such source"
-    return [FieldError("spec.model.source", problem, remedy)]
+    return [FieldError(f"spec.model.source.{field}", _KUBERNETES, remedy)]
 
 
 def _transport(cluster: Cluster) -> list[FieldError]:
@@ -54,5 +69,5 @@ def _transport(cluster: Cluster) -> list[FieldError]:
 def _accelerator(pool: Pool) -> list[FieldError]:
     if pool.accelerator is None:
         return []
-    problem = f"{_CLUSTER_ONLY} no devices to hand out"
-    return [FieldError(f"spec.{pool.role}.accelerator", problem, "leave it out to run on the CPU")]
+    remedy = "leave it out to run on the CPU"
+    return [FieldError(f"spec.{pool.role}.accelerator", _KUBERNETES, remedy)]
