@@ -111,6 +111,11 @@ class Link:
         """Requests with an open side here."""
         return len(self._handlers)
 
+    @property
+    def commands_waiting(self) -> int:
+        """Commands that the worker hasn't taken yet."""
+        return len(self._pending)
+
     def open(self, handler: Handler) -> int | None:
         """A handle whose events go to `handler`; None while the stream is down."""
         if not self.bound:

@@ -17,8 +17,9 @@ class Side(NamedTuple):
     prefill: bool
 
 
-Placer = Callable[[Need, Exclusions, tuple[int, ...]], Placement | Unplaced]
-"""The policy over the workers of this moment; the tokens are for their prefixes."""
+Placer = Callable[[Need, Exclusions, tuple[int, ...], WorkerId | None], Placement | Unplaced]
+"""The policy over the workers of this moment. The tokens are for their prefixes; a worker
+that is named is the decode worker already, and only prefill is to be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class WalkConfig:
     max_retries: int = 3
     grant_wait_s: float = 30.0  # a full decode worker may let a request wait so long
     reserve_margin_s: float = 5.0  # and must answer by then
+    stale_choice_s: float = 0.25  # a grant that took longer: prefill is chosen anew
     prefill_wait_s: float = 300.0  # Prefill sent to Prefilled
     commit_wait_s: float = 30.0  # Prefilled to Committed
     decode_wait_s: float = 120.0  # between two frames of tokens

@@ -72,10 +72,17 @@ def place(
     workers: Iterable[WorkerView],
     cached_tokens: CachedTokens,
     exclusions: Exclusions,
+    decode_at: WorkerId | None = None,
 ) -> Placement | Unplaced:
-    """Chooses decode, then prefill. O(workers)."""
+    """Chooses decode (unless it's given), then prefill. O(workers)."""
     usable = [w for w in workers if w.usable]
-    decoders = [w for w in usable if w.role is not Role.PREFILL and w.holds(need.tokens)]
+    decoders = [
+        w
+        for w in usable
+        if w.role is not Role.PREFILL
+        and w.holds(need.tokens)
+        and (decode_at is None or w.id == decode_at)
+    ]
     if not decoders:
         return Unplaced(_why_no_decoder(usable, need))
     open_to_us = [w for w in decoders if w.id not in exclusions.barred]

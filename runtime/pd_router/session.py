@@ -10,7 +10,7 @@ from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_proto.v1 import engine_pb2 as pb
 from pd_router import policy, wire
 from pd_router.admission import Admission, Verdict
-from pd_router.fleet import Role, WorkerView
+from pd_router.fleet import Role, WorkerId, WorkerView
 from pd_router.moves import (
     Action,
     CancelSide,
@@ -167,23 +167,53 @@ def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
     )
 
 
+class _Placer:
+    """The policy over the workers of the moment, for one request (`moves.Placer`)."""
+
+    __slots__ = ("_hashed", "_hashes", "_salt", "_workers")
+
+    def __init__(self, workers: Workers, request: GenerateRequest) -> None:
+        self._workers = workers
+        self._salt = request.cache_salt
+        self._hashed = request.token_ids
+        self._hashes = PromptHashes(request.token_ids, request.cache_salt)
+
+    def __call__(
+        self,
+        need: Need,
+        exclusions: Exclusions,
+        token_ids: tuple[int, ...],
+        decode_at: WorkerId | None,
+    ) -> Placement | Unplaced:
+        if self._hashed is not token_ids:
+            self._hashed = token_ids
+            self._hashes = PromptHashes(token_ids, self._salt)
+        hashes, prefixes = self._hashes, self._workers.prefixes
+        return policy.place(
+            need,
+            self._workers.views(),
+            lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
+            exclusions,
+            decode_at,
+        )
+
+
 class RunningGeneration:
     """One request that runs (`types.Generation`)."""
 
     def __init__(self, sessions: Sessions, request: GenerateRequest, sink: Sink) -> None:
         self._sessions = sessions
         self._request = request
-        self._sink = sink
+        self._sink: Sink | None = sink  # None: it has had its last word
         self._timeline = Timeline(
             request_id=request.request_id,
             accepted=time.monotonic(),
             prompt_tokens=len(request.token_ids),
         )
-        self.walk = Walk(request, self._place, self._timeline, sessions.config)
+        placer = _Placer(sessions.workers, request)
+        self.walk = Walk(request, placer, self._timeline, sessions.config)
         self.works: dict[Side, Work] = {}
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
-        self._hashes = PromptHashes(request.token_ids, request.cache_salt)
-        self._hashed: tuple[int, ...] = request.token_ids
         self._started = False
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
@@ -200,7 +230,7 @@ class RunningGeneration:
     def cancel(self) -> None:
         if not self._over:
             self._carry_out(self.walk.cancel())
-            self._end(Failure(FailureKind.CLIENT_GONE, "cancelled"))
+            self._end(Failure(FailureKind.CLIENT_GONE, "cancelled"), tell=False)
 
     # ---- for Sessions ----------------------------------------------------------------------
 
@@ -221,8 +251,7 @@ class RunningGeneration:
         """Ends it from outside the walk, with a word to the client."""
         if not self._over:
             self._carry_out(self.walk.cancel())
-            if self._end(failure):
-                self._sink.on_failed(failure)
+            self._end(failure, tell=True)
 
     # ---- the walk's actions -------------------------------------------------------------------
 
@@ -233,7 +262,7 @@ class RunningGeneration:
             self._arm(self.walk.next_deadline)
 
     def deliver(self, token: Token) -> None:
-        if not self._over:
+        if self._sink is not None:
             self._sink.on_token(
                 token.choice, token.index, token.token, token.finish, token.logprob, token.top
             )
@@ -254,11 +283,9 @@ class RunningGeneration:
                 case Retried(failure=failure):
                     self._note_retry(failure)
                 case Done():
-                    if self._end(None):
-                        self._sink.on_done()
+                    self._end(None, tell=True)
                 case Fail(failure=failure):
-                    if self._end(failure):
-                        self._sink.on_failed(failure)
+                    self._end(failure, tell=True)
 
     def _open_decode(self, action: OpenDecode) -> None:
         work = self._sessions.workers.open(
@@ -316,20 +343,6 @@ class RunningGeneration:
         )
         self._sessions.hooks.on_retry(failure)
 
-    def _place(
-        self, need: Need, exclusions: Exclusions, token_ids: tuple[int, ...]
-    ) -> Placement | Unplaced:
-        if self._hashed is not token_ids:
-            self._hashes = PromptHashes(token_ids, self._request.cache_salt)
-            self._hashed = token_ids
-        hashes, prefixes = self._hashes, self._sessions.workers.prefixes
-        return policy.place(
-            need,
-            self._sessions.workers.views(),
-            lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
-            exclusions,
-        )
-
     # ---- time and the end ---------------------------------------------------------------------
 
     def _arm(self, when: float) -> None:
@@ -355,18 +368,26 @@ class RunningGeneration:
         else:  # the timer came a moment early
             self._arm(now + 0.01)
 
-    def _end(self, failure: Failure | None) -> bool:
-        """True for the first call only: that one may tell the sink."""
+    def _end(self, failure: Failure | None, *, tell: bool) -> None:
+        """Once: frees all, and has the sink's last word said."""
         if self._over:
-            return False
+            return
         self._over = True
+        # Whoever made the sink holds this generation: without the way back neither
+        # waits for the garbage collector.
+        sink, self._sink = self._sink, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         for side in list(self.works):
             self._release(side, cancel=True)
         self._sessions.ended(self._request.request_id, self._timeline, failure)
-        return True
+        if sink is None or not tell:
+            return
+        if failure is None:
+            sink.on_done()
+        else:
+            sink.on_failed(failure)
 
 
 class SideHandler:

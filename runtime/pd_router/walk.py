@@ -60,6 +60,7 @@ class _Leg:
     due: float = 0.0
     tries: int = 0
     attempt: int = 0
+    began: float = 0.0  # of the attempt
     step_failures: int = 0
     token_ids: tuple[int, ...] = ()
     placement: Placement | None = None
@@ -125,9 +126,13 @@ class Walk:
         if leg is None or leg.placement is None or leg.state is not _State.RESERVING:
             return []
         self.timeline.grant_wait_s += event.wait_s
+        if now - leg.began > self._config.stale_choice_s:
+            self._choose_prefill_anew(leg, leg.placement)
         prefill = leg.placement.prefill
         if prefill is None:
-            raise AssertionError("reserving without a prefill worker")
+            failure = Failure(FailureKind.WORKER_LOST, "no prefill worker is left for the grant")
+            self._attempt_failed(leg, failure, now, blamed=None)
+            return self._take()
         leg.prefill = Side(leg.attempt, prefill=True)
         self._sides[leg.prefill] = leg
         self._enter(leg, _State.PREFILLING, now + self._config.prefill_wait_s)
@@ -257,12 +262,7 @@ class Walk:
         out = self._out[leg.choices[0]] if len(leg.choices) == 1 else []
         if out:
             leg.token_ids = (*leg.token_ids, *out)
-        need = Need(
-            tokens=len(leg.token_ids),
-            output_tokens=self._request.sampling.max_tokens - len(out),
-            choices=len(leg.choices),
-        )
-        placement = self._place(need, leg.exclusions, leg.token_ids)
+        placement = self._place(self._need(leg), leg.exclusions, leg.token_ids, None)
         if isinstance(placement, Unplaced):
             self._unplaced(leg, placement, now)
             return
@@ -270,6 +270,7 @@ class Walk:
         leg.tries += 1
         self._attempts += 1
         leg.attempt = self._attempts
+        leg.began = now
         leg.placement = placement
         self._note_placement(leg, placement)
         leg.decode = Side(leg.attempt, prefill=False)
@@ -294,6 +295,21 @@ class Walk:
                 compute_tokens=placement.compute_tokens if here else 0,
             )
         )
+
+    def _need(self, leg: _Leg) -> Need:
+        written = len(leg.token_ids) - len(self._request.token_ids)
+        return Need(
+            tokens=len(leg.token_ids),
+            output_tokens=self._request.sampling.max_tokens - written,
+            choices=len(leg.choices),
+        )
+
+    def _choose_prefill_anew(self, leg: _Leg, old: Placement) -> None:
+        """The grant took its time: the worker chosen before may be busy now, or gone."""
+        new = self._place(self._need(leg), leg.exclusions, leg.token_ids, old.decode)
+        if isinstance(new, Placement):  # else decode takes nothing new, but keeps its grant
+            leg.placement = new
+            self._note_placement(leg, new)
 
     def _unplaced(self, leg: _Leg, unplaced: Unplaced, now: float) -> None:
         if leg.failure is None:

@@ -243,6 +243,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             "breaker": record.breaker.state.value,
             "heard_s_ago": round(now - record.heard, 3),
             "requests": record.link.live,
+            "commands_waiting": record.link.commands_waiting,
             "pending_tokens": view.pending_tokens,
             "kv_used": view.kv_used,
             "prefixes": self.prefixes.count(view.id),
@@ -418,6 +419,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         record = self._records.pop(worker)
         record.view.usable = False
         self.prefixes.forget(worker)
+        self._choose_bundle()
         log.info("worker=%s epoch=%s removed: %s", worker.name, worker.epoch, reason)
         task = asyncio.create_task(record.link.close(reason))
         self._closing.add(task)

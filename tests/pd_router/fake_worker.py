@@ -122,7 +122,12 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
         self._reset = True
-        self._steps = 0
+        self.steps = 0
+        self.gained: list[bytes] = []  # prefix hashes for the next heartbeat
+        self.bundle_hash = "bundle-1"
+        self.answers_as = self.epoch
+        self.binds = 0
+        self._announcing: asyncio.Task[None] | None = None
         self.port = 0
 
     # ---- life ---------------------------------------------------------------------------
@@ -132,9 +137,21 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         engine_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         await self._server.start()
-        self._spawn(self._announce(control))
+        self.announce_to(control)
         self._spawn(self._step_loop())
         return self
+
+    def announce_to(self, control: str) -> None:
+        self._announcing = self._spawn(self._announce(control))
+
+    def stop_announcing(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+
+    def cut_streams(self) -> None:
+        """All work streams end."""
+        for stream in self._streams:
+            stream.replies.put_nowait(None)
 
     async def die(self) -> None:
         """As kill -9: all sockets close."""
@@ -166,10 +183,11 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         """Handles that hold something here."""
         return sum(len(stream.jobs) for stream in self._streams)
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _pass(self, stage: str) -> None:
         gate = self.gates.get(stage)
@@ -192,7 +210,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
             kv_format=pb.KvFormat(block_tokens=BLOCK_TOKENS),
             layout_hash=self.layout_hash,
             capacity=pb.Capacity(kv_blocks=self.kv_blocks, max_model_tokens=self.max_model_tokens),
-            bundle_hash="bundle-1",
+            bundle_hash=self.bundle_hash,
             revision=self.revision,
             prefill_tokens_per_s=1e6,
         )
@@ -235,9 +253,12 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         jobs = [job for stream in self._streams for job in stream.jobs.values()]
         self.load.running = sum(job.decoding for job in jobs)
         self.load.queued = len(jobs) - self.load.running
-        self.load.steps = self._steps
+        self.load.steps = self.steps
         reset, self._reset = self._reset, False
-        return pb.Heartbeat(state=self.state, load=self.load, prefix_reset=reset)
+        gained, self.gained = self.gained, []
+        return pb.Heartbeat(
+            state=self.state, load=self.load, prefix_reset=reset, prefix_gained=gained
+        )
 
     def known_prefix(self, tokens: Sequence[int]) -> list[bytes]:
         return list(prefix_hashes(tokens, BLOCK_TOKENS))
@@ -246,7 +267,8 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
 
     async def Work(self, request_iterator: AsyncIterator[pb.WorkRequest], context: Any) -> None:
         first = await anext(aiter(request_iterator))
-        if first.commands[0].bind.worker_epoch != self.epoch:
+        self.binds += 1
+        if first.commands[0].bind.worker_epoch != self.answers_as:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "somebody else")
         stream = _Stream()
         self._streams.append(stream)
@@ -258,8 +280,9 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                 events = [event]
                 while not stream.replies.empty():
                     following = stream.replies.get_nowait()
-                    if following is not None:
-                        events.append(following)
+                    if following is None:
+                        return
+                    events.append(following)
                 await context.write(pb.WorkReply(events=events))
         finally:
             reader.cancel()
@@ -336,7 +359,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         await asyncio.sleep(self.step_s)
         if self._gone(job) or self.silent:
             return
-        self._steps += 1
+        self.steps += 1
         first = [self._token(job, choice) for choice in job.message.choices]
         if job.mode == "export" and not self.drop_prefilled:
             self._say_prefilled(job, first, "tcp")
@@ -402,7 +425,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                     for out in self._step(job)
                 ]
                 if tokens:
-                    self._steps += 1
+                    self.steps += 1
                     stream.replies.put_nowait(pb.Event(tokens=pb.Tokens(tokens=tokens)))
 
     def _step(self, job: Job) -> list[pb.TokenOut]:

@@ -171,7 +171,7 @@ async def rig(
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """A router without its HTTP side."""
-    options = {"heartbeat_s": 0.1, "lapse_s": 0.5, "check_s": 0.05, "late_s": 0.3} | config
+    options = {"heartbeat_s": 0.1, "lapse_s": 0.6, "check_s": 0.05, "late_s": 0.5} | config
     workers = Workers(WorkersConfig(model=MODEL, router="router-0", **options))
     port = await workers.start("127.0.0.1", 0)
     hooks = Hooks()

@@ -226,3 +226,12 @@ def test_what_is_chosen_is_allowed_and_least(
     else:
         assert by_id[found.prefill] in partners
         assert by_id[found.prefill].pending_tokens == min(w.pending_tokens for w in partners)
+
+
+def test_prefill_alone_can_be_chosen_anew() -> None:
+    workers = (p(0), p(1), d(0), d(1, 90))
+    found = place(NEED, workers, lambda _: 0, Exclusions(), WorkerId("d-1", "e"))
+    assert isinstance(found, Placement)
+    assert (found.decode.name, found.prefill) == ("d-1", WorkerId("p-0", "e"))
+    gone = place(NEED, workers, lambda _: 0, Exclusions(), WorkerId("d-9", "e"))
+    assert isinstance(gone, Unplaced)

@@ -53,6 +53,7 @@ class Driver:
         default_factory=lambda: [(D0, P0), (D1, P1), (D0, P0), (D1, P1), (D0, P0), (D1, P1)]
     )
     now: float = 100.0
+    decode_at: WorkerId | None = None
     asked: list[tuple[Need, Exclusions, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -63,8 +64,13 @@ class Driver:
         self.walk = Walk(request, self._place, self.line, self.config)
 
     def _place(
-        self, need: Need, exclusions: Exclusions, token_ids: tuple[int, ...]
+        self,
+        need: Need,
+        exclusions: Exclusions,
+        token_ids: tuple[int, ...],
+        decode_at: WorkerId | None,
     ) -> Placement | Unplaced:
+        self.decode_at = decode_at
         self.asked.append((need, exclusions.copy(), token_ids))
         place = self.places.pop(0)
         if isinstance(place, Unplaced):
@@ -390,6 +396,27 @@ def test_what_an_attempt_learns() -> None:
         w.failed(kind, prefill=prefill)
         w.retry()
         assert w.asked[1][1] == expected
+
+
+def test_after_a_long_wait_for_the_grant_prefill_is_chosen_anew() -> None:
+    w = Driver(places=[(D0, P0), (D0, P1)])
+    w.start()
+    w.now += 1.0
+    (prefill,) = w.granted()
+    assert isinstance(prefill, OpenPrefill)
+    assert (prefill.worker, prefill.decode, w.decode_at) == (P1, D0, D0)
+    assert w.line.prefill_worker == "p-1"
+    draining = Driver(places=[(D0, P0), Unplaced("d-0 takes nothing new")])
+    draining.start()
+    draining.now += 1.0
+    (prefill,) = draining.granted()
+    assert isinstance(prefill, OpenPrefill)
+    assert prefill.worker == P0
+    alone = Driver(places=[(D0, P0), (D0, None), (D0, None)])
+    alone.start()
+    alone.now += 1.0
+    assert kinds(alone.granted()) == [CancelSide, Retried]
+    assert alone.retry().prefill_here
 
 
 def test_no_worker_at_the_start_fails_at_once() -> None:

@@ -118,6 +118,7 @@ class World:
             commit_wait_s=5.0,
             decode_wait_s=5.0,
             worker_wait_s=8.0,
+            stale_choice_s=0.03,
         )
         self.walk = Walk(self.request, self._place, self.timeline, self.config)
 
@@ -169,10 +170,14 @@ class World:
         )
 
     def _place(
-        self, need: Need, exclusions: Exclusions, token_ids: tuple[int, ...]
+        self,
+        need: Need,
+        exclusions: Exclusions,
+        token_ids: tuple[int, ...],
+        decode_at: WorkerId | None,
     ) -> Placement | Unplaced:
         assert need.tokens == len(token_ids)
-        return place(need, self.views.values(), lambda _: 0, exclusions)
+        return place(need, self.views.values(), lambda _: 0, exclusions, decode_at)
 
     def _lose(self, worker: WorkerId) -> None:
         """The process dies; another may take its place."""
