@@ -48,6 +48,7 @@ class Pod:
     ip: str
     pid: int
     ready: bool
+    terminating: bool
     restarts: int
     revision: str
 
@@ -244,6 +245,7 @@ class Cluster:
                 ip=p["ip"],
                 pid=p["pid"],
                 ready=p["ready"],
+                terminating=p["terminating"],
                 restarts=p["restarts"],
                 revision=p["revision"],
             )
@@ -305,7 +307,7 @@ class Cluster:
 
     def all_ready(self) -> bool:
         pods = self.pods()
-        return bool(pods) and all(p.ready for p in pods)
+        return bool(pods) and all(p.ready and not p.terminating for p in pods)
 
     def until_settled(self, deadline_s: float = 5.0) -> None:
         """Conservation on every worker: blocks add up, and nothing is held for anybody."""

@@ -9,10 +9,14 @@ Prompt = str | list[dict[str, str]]
 
 
 class Reference:
-    def __init__(self, folder: Path) -> None:
+    """`threads` 0: as torch decides."""
+
+    def __init__(self, folder: Path, threads: int = 0) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        if threads:
+            torch.set_num_threads(threads)
         self._torch = torch
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

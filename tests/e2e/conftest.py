@@ -25,7 +25,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def reference(model: Path) -> Reference:
-    return Reference(model)
+    return Reference(model, threads=1)  # a tiny model gains nothing by more
 
 
 @pytest.fixture(scope="module")
