@@ -139,14 +139,16 @@ class Scheduler:
             message = f"not done after {now - task.added:.1f} s"
             # An IMPORT's KV may be coming in right now.
             self._fail(task, Failure(FailureKind.DEADLINE, message), quarantine=True)
-        self._expire_imports(now)
-        self._grant_imports(now)
+        imports = [seq for seq in self._held.waiting if seq.awaits_grant]
+        if imports:
+            self._expire_imports(imports, now)
+            self._grant_imports(now)
         return self.take_events()
 
-    def _expire_imports(self, now: float) -> None:
-        for seq in self._held.waiting.copy():
+    def _expire_imports(self, imports: list[Sequence], now: float) -> None:
+        for seq in imports:
             task = seq.task
-            if seq.awaits_grant and now >= task.req.grant_deadline:
+            if now >= task.req.grant_deadline:
                 message = (
                     f"no room for {len(seq.tokens)} tokens within {now - task.added:.1f} s:"
                     f" {self.pool.available} of {self.pool.num_blocks} KV blocks are free"

@@ -31,15 +31,15 @@ class Task:
     prefilled: bool = False  # token 0 of each choice is drawn
     prefix_blocks: int = 0  # an IMPORT's leading blocks that this worker had
     sequences: list["Sequence"] = field(default_factory=list)  # those that haven't ended
+    final_tokens: int = field(init=False)  # of a sequence that nothing stops early
+
+    def __post_init__(self) -> None:
+        req = self.req
+        self.final_tokens = min(req.prompt_tokens + req.sampling.max_tokens, self.limit)
 
     @property
     def exports(self) -> bool:
         return self.req.mode is Mode.EXPORT
-
-    @property
-    def final_tokens(self) -> int:
-        """Tokens of a sequence that isn't stopped early."""
-        return min(self.req.prompt_tokens + self.req.sampling.max_tokens, self.limit)
 
     def token_out(self, choice: int, length: int, drawn: Sampled) -> TokenOut:
         """A drawn token as it leaves, which makes its sequence `length` tokens long."""
@@ -126,13 +126,13 @@ class Sequence:
 
         The row refers to the table itself: nothing changes that while a step runs.
         """
-        start = self.computed
+        start, end = self.computed, self.computed + count
         samples: tuple[SampleSpec, ...] = ()
-        if count == self.pending:
+        if end == len(self.tokens):
             req = self.task.req
-            index = len(self.tokens) - req.prompt_tokens
-            samples = tuple(SampleSpec(choice, index, req.sampling) for choice in self.choices)
-        return Row(self.id, self.tokens[start : start + count], start, self.table, samples)
+            index = end - req.prompt_tokens
+            samples = tuple([SampleSpec(choice, index, req.sampling) for choice in self.choices])
+        return Row(self.id, self.tokens[start:end], start, self.table, samples)
 
     def fork(self, number: int, place: int, first: TokenOut) -> "Sequence":
         """The sequence of one choice after its first token. The caller shares the blocks."""

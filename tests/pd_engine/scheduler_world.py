@@ -34,6 +34,7 @@ from pd_engine.types import (
 
 VOCAB = 13
 GARBAGE = -1
+LATE = -2
 
 
 def kv_of(before: int, token: int) -> int:
@@ -75,6 +76,7 @@ class Client:
     computed: set[int] = field(default_factory=set)  # positions of the prompt
     first: tuple[TokenOut, ...] | None = None
     grant: Granted | None = None
+    received: int = 0  # blocks of the grant that have arrived, in order
     table: list[int] = field(default_factory=list)  # an EXPORT's blocks
     advanced: int = 0
     over: bool = False  # nothing may come any more
@@ -226,26 +228,34 @@ class World:
             if late and self.transferring(client):
                 self._quarantine(client)  # the scheduler did by itself
             client.see(event)
+            if isinstance(event, Granted):
+                for block in event.block_ids[event.prefix_blocks :]:
+                    self.memory[block] = [GARBAGE] * self.pool.block_tokens
 
     # ---- transfers -----------------------------------------------------------------
 
     def transferring(self, client: Client) -> bool:
         return client.grant is not None and client.first is None and not client.over
 
-    def receive(self, client: Client, garbage: bool) -> None:
-        """The sender's bytes for all granted blocks arrive, maybe wrong at first."""
+    def receive(self, client: Client, blocks: int) -> None:
+        """So many more of the granted blocks arrive. Before that they hold garbage."""
         assert client.grant is not None
-        kv = client.kv(len(client.req.token_ids))
+        own = client.grant.block_ids[client.grant.prefix_blocks :]
+        for block in own[client.received : client.received + blocks]:
+            self.memory[block] = self._sent(client, own.index(block))
+            client.received += 1
+
+    def _sent(self, client: Client, index: int) -> list[int]:
+        """What arrives for one of the granted blocks."""
+        assert client.grant is not None
         size = self.pool.block_tokens
-        for index in range(client.grant.prefix_blocks, len(client.grant.block_ids)):
-            block = client.grant.block_ids[index]
-            right = kv[index * size : (index + 1) * size]
-            for slot in range(size):
-                is_right = not garbage and slot < len(right)
-                self.memory[block][slot] = right[slot] if is_right else GARBAGE
+        start = (client.grant.prefix_blocks + index) * size
+        right = client.kv(len(client.req.token_ids))[start : start + size]
+        return right + [GARBAGE] * (size - len(right))
 
     def attach(self, client: Client) -> None:
-        self.receive(client, garbage=False)
+        assert client.grant is not None
+        self.receive(client, len(client.grant.block_ids))
         index = client.req.first_index
         first = tuple(client.expected(choice, index) for choice in client.req.choices)
         client.take(first)
@@ -256,7 +266,7 @@ class World:
         """What is in quarantine is still written."""
         for blocks in self.quarantined.values():
             for block in blocks:
-                self.memory[block] = [GARBAGE] * self.pool.block_tokens
+                self.memory[block] = [LATE] * self.pool.block_tokens
 
     def release_quarantine(self, key: RequestKey) -> None:
         del self.quarantined[key]
@@ -374,6 +384,9 @@ class World:
         self._check_cache()
         for client in self.exported():
             self._check_export(client)
+        for client in self.clients.values():
+            if self.transferring(client):
+                self._check_import(client)
 
     def _check_cache(self) -> None:
         """Each block in the prefix cache holds exactly what its hash promises."""
@@ -402,6 +415,18 @@ class World:
         size = self.pool.block_tokens
         for position, kv in enumerate(client.kv(client.advanced)):
             assert self.memory[client.table[position // size]][position % size] == kv
+
+    def _check_import(self, client: Client) -> None:
+        """Nobody else writes what was granted, and the prefix stays."""
+        assert client.grant is not None
+        for index, block in enumerate(client.grant.block_ids[client.grant.prefix_blocks :]):
+            arrived = index < client.received
+            untouched = [GARBAGE] * self.pool.block_tokens
+            assert self.memory[block] == (self._sent(client, index) if arrived else untouched)
+        size = self.pool.block_tokens
+        prefix = client.kv(client.grant.prefix_blocks * size)
+        for position, kv in enumerate(prefix):
+            assert self.memory[client.grant.block_ids[position // size]][position % size] == kv
 
     def finish(self) -> None:
         """Nothing new comes: all must end, and give everything back, in bounded time."""

@@ -498,7 +498,7 @@ def test_an_attached_prompt_is_a_prefix_for_others() -> None:
     w = world()
     client = add(w, prompt(12), mode=Mode.IMPORT)
     w.poll()
-    w.receive(client, garbage=True)
+    w.receive(client, 2)
     assert w.scheduler.prefixes() == ()
     w.attach(client)
     assert len(w.scheduler.prefixes()) == 3
@@ -727,6 +727,17 @@ def test_too_long_to_compute_again_goes_back_to_the_router() -> None:
     assert "9 tokens are too many" in second.failure.message
 
 
+def test_after_cancelling_nothing_more_is_heard() -> None:
+    w = world(blocks=5, recompute_max_tokens=8)
+    _, second = (add(w, prompt(8, i), max_tokens=9) for i in (1, 2))
+    step_rows(w)
+    begin(w)  # the second is preempted for good, which isn't told yet
+    assert w.scheduler.load().running == 1
+    w.cancel(second)
+    w.end_step()
+    w.finish()
+
+
 def test_a_preempted_prompt_just_waits_again() -> None:
     w = world(blocks=10, recompute_max_tokens=0, max_batch_tokens=17)
     first = add(w, prompt(4), max_tokens=20)
@@ -738,18 +749,41 @@ def test_a_preempted_prompt_just_waits_again() -> None:
 
 
 def test_an_export_is_never_preempted() -> None:
-    w = world(blocks=5, max_batch_tokens=5, max_running=2)
+    w = world(blocks=6, max_batch_tokens=2, max_running=2)
     first = add(w, prompt(4), max_tokens=12)
-    step_rows(w)
+    while first.first is None:
+        w.step()
     export = add(w, prompt(12, 2), mode=Mode.EXPORT)
-    while export.first is None:
-        assert w.step()
-    stalled = first.indices[0]
-    assert not w.step()  # no block, and nobody to take one from
-    assert first.indices[0] == stalled
+    while rows(w, begin(w))[0][0] == 0:  # until it finds no block
+        w.end_step()
+    assert first.indices[0] == 8
+    assert export.first is None
+    w.end_step()
+    while w.step():
+        pass
+    assert export.first is not None
+    assert first.indices[0] == 8  # it waits where it is
     w.release_export(export)
+    assert step_rows(w) == [(0, 12, 1)]
     w.finish()
     assert first.failure is None
+
+
+def test_copies_of_a_request_that_fails_meanwhile_are_dropped() -> None:
+    """The destination may have a new owner already when the step runs."""
+    w = world(blocks=4, recompute_max_tokens=0)
+    client = add(w, prompt(6), choices=(0, 1, 2, 3), max_tokens=9)
+    step_rows(w)
+    outside = add(w, prompt(4, 2), max_tokens=2)
+    batch = begin(w)  # two choices found a block, the third took the fourth's
+    assert client.failure is None
+    w.see(w.scheduler.take_events())
+    assert client.failure is not None
+    assert batch.copies == ()
+    assert rows(w, batch) == [(1, 0, 4)]
+    w.end_step()
+    w.finish()
+    assert outside.failure is None
 
 
 def test_what_runs_keeps_room_to_grow_by_one_block() -> None:

@@ -143,6 +143,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, dice: int) -> None:
         if dice == 0:
             self.world.cancel(self._pick(data, self._live()))
+            self.world.poll()
+
+    @precondition(lambda self: self.world.batch is not None and self._live())
+    @rule(data=st.data())
+    def cancel_in_flight(self, data: st.DataObject) -> None:
+        """The core polls at once: an IMPORT may get blocks, and its bytes come right away."""
+        self.world.cancel(self._pick(data, self._live()))
+        self.world.poll()
+        for client in self._granted():
+            self.world.receive(client, 2)
 
     def _granted(self) -> list[Client]:
         return [c for c in self._live() if self.world.transferring(c)]
@@ -153,9 +163,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.attach(self._pick(data, self._granted()))
 
     @precondition(lambda self: self._granted())
-    @rule(data=st.data(), garbage=st.booleans())
-    def receive(self, data: st.DataObject, garbage: bool) -> None:
-        self.world.receive(self._pick(data, self._granted()), garbage)
+    @rule(data=st.data(), blocks=st.integers(1, 9))
+    def receive(self, data: st.DataObject, blocks: int) -> None:
+        self.world.receive(self._pick(data, self._granted()), blocks)
 
     @precondition(lambda self: self._granted())
     @rule(data=st.data())
