@@ -51,7 +51,7 @@ async def _line(reader: asyncio.StreamReader, timeout_s: float) -> str:
         async with asyncio.timeout(timeout_s):
             line = await reader.readline()
     except (OSError, ValueError, TimeoutError) as error:
-        raise ChatFailed(f"the answer stopped: {error or 'no more of it came'}") from error
+        raise ChatFailed(f"the answer stopped: {str(error) or 'no more of it came'}") from error
     if not line:
         raise ChatFailed("the answer broke off")
     return line.decode().rstrip("\r\n")

@@ -22,6 +22,7 @@ from pd_operator.local.state import AlreadyRunning
 OK, FAILED, BAD_FILE = 0, 1, 2
 _POLL_S = 0.5
 _SETTLE_POLL_S = 0.2
+_READY_S = 900.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,10 +35,14 @@ WhenReady = Callable[[LocalCluster], Awaitable[bool]]
 
 
 def run(file: Path, options: Options, when_ready: WhenReady | None = None) -> int:
-    """The exit code: 0 after a signal, 1 when it can't run, 2 for a bad file."""
+    """The exit code: 0 after a signal, 1 when it can't run, 2 for a bad file.
+
+    With `when_ready` somebody waits for the cluster: it has to get ready within a bound.
+    """
     if sys.platform != "linux":
         click.echo("running a PDCluster on this machine needs Linux", err=True)
         return FAILED
+    stamp = _stamp(file)
     try:
         body = document.load(file)
         cluster = check(body)
@@ -45,7 +50,7 @@ def run(file: Path, options: Options, when_ready: WhenReady | None = None) -> in
         report(file, error)
         return BAD_FILE
     try:
-        return asyncio.run(_Session(file, options, when_ready).run(cluster, body))
+        return asyncio.run(_Session(file, stamp, options, when_ready).run(cluster, body))
     except (AlreadyRunning, AddressTaken, Failed) as error:
         click.echo(str(error), err=True)
         return FAILED
@@ -68,8 +73,11 @@ def report(file: Path, error: document.BadFile | InvalidCluster) -> None:
 
 
 class _Session:
-    def __init__(self, file: Path, options: Options, when_ready: WhenReady | None) -> None:
+    def __init__(
+        self, file: Path, seen: "_Stamp | None", options: Options, when_ready: WhenReady | None
+    ) -> None:
         self._file = file
+        self._seen = seen
         self._options = options
         self._when_ready = when_ready
         self._terminal = Terminal()
@@ -77,7 +85,10 @@ class _Session:
         self._signals = 0
 
     async def run(self, cluster: Cluster, body: dict[str, Any]) -> int:
-        local = LocalCluster(cluster.name, self._options, self._terminal)
+        try:
+            local = LocalCluster(cluster.name, self._options, self._terminal)
+        except OSError as error:
+            raise Failed(f"can't keep state or models on this machine: {error}") from error
         try:
             with self._handled_signals(local):
                 for note in support.notes(cluster):
@@ -125,7 +136,12 @@ class _Session:
         return OK
 
     async def _announce(self, local: LocalCluster) -> None:
-        await local.wait_ready()
+        try:
+            async with asyncio.timeout(_READY_S if self._when_ready else None):
+                await local.wait_ready()
+        except TimeoutError:
+            message = f"not ready within {_READY_S:g} s; the logs are in {local.logs}"
+            raise Failed(message) from None
         self._terminal.end_progress()
         self._terminal.line(f"ready: {local.url}")
         if self._when_ready is not None and not await self._when_ready(local):
@@ -133,14 +149,12 @@ class _Session:
 
     async def _watch(self, local: LocalCluster) -> None:
         """Edits of the file, by polling: an editor may replace it or write it in place."""
-        seen = _stamp(self._file)
         while True:
             await asyncio.sleep(_POLL_S)
             stamp = _stamp(self._file)
-            if stamp == seen:
-                continue
-            seen = stamp
-            await self._edited(local)
+            if stamp != self._seen:
+                self._seen = stamp
+                await self._edited(local)
 
     async def _edited(self, local: LocalCluster) -> None:
         before = local.document()
@@ -156,15 +170,17 @@ class _Session:
 
     async def _settled(self, local: LocalCluster) -> None:
         """Tells when an edit is in effect, unless the next edit comes first."""
-        seen = _stamp(self._file)
-        while _stamp(self._file) == seen:
+        while _stamp(self._file) == self._seen:
             if is_ready(local.document()):
                 self._terminal.line(f"{self._file}: in effect")
                 return
             await asyncio.sleep(_SETTLE_POLL_S)
 
 
-def _stamp(file: Path) -> tuple[int, int, int] | None:
+_Stamp = tuple[int, int, int]
+
+
+def _stamp(file: Path) -> _Stamp | None:
     """Changes whenever the file does; None while it is away."""
     try:
         found = file.stat()

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
-from pd_operator import api, desired, rollout, status
-from pd_operator import samples as sampling
+from pd_operator import api, desired, rollout, samples, status
+from pd_operator.measured import Samples
 from pd_operator.observed import Ref, observe
 from pd_operator.podparts import Manifest, Settings
-from pd_operator.samples import Samples
 
 log = logging.getLogger("pd_operator.reconcile")
 
@@ -58,7 +57,7 @@ class Reconciler:
         backend: Backend,
         settings: Settings,
         *,
-        read_samples: Callable[[Iterable[str]], Awaitable[Samples]] = sampling.read,
+        read_samples: Callable[[Iterable[str]], Awaitable[Samples]] = samples.read,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._backend = backend
@@ -87,8 +86,8 @@ class Reconciler:
             log.info("apply cluster=%s/%s operation=%s", *key, describe(operation))
             await self._perform(key, operation)
         routers = [pod.ip for pod in seen.routers if pod.serves and pod.ip]
-        samples = await self._read_samples(routers)
-        new = status.status_of(cluster, wanted, seen, plan, samples, previous, now)
+        measured = await self._read_samples(routers)
+        new = status.status_of(cluster, wanted, seen, plan, measured, previous, now)
         await self._write_status(key, world.document, new)
         return SAMPLE_S if routers else RESYNC_S
 

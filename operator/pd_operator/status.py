@@ -8,9 +8,9 @@ from typing import Any
 from pd_operator.api import Cluster, InvalidCluster, Role, Target
 from pd_operator.desired import Desired
 from pd_operator.fields import format_duration
+from pd_operator.measured import Samples
 from pd_operator.observed import Observed, PodView
 from pd_operator.rollout import Plan
-from pd_operator.samples import Samples
 
 COLUMNS = ("NAME", "READY", "PREFILL", "DECODE", "TTFT", "TPOT", "MODEL", "AGE")
 _ROLE_CONDITION = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from pd_operator.measured import Samples
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
 from pd_operator.reconcile import RESYNC_S, SAMPLE_S, Key, Reconciler, World
-from pd_operator.samples import Samples
 from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
 
 KEY = Key("default", "chat")

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from pd_core.sketch import WindowSketch
-from pd_operator import httpget, samples
-from pd_operator.samples import Samples
+from pd_operator import httpget, measured, samples
+from pd_operator.measured import Samples
 from tests.pd_operator.http_server import serving
 
 
@@ -44,7 +44,7 @@ def test_samples_of_a_router(run) -> None:
     ],
 )
 def test_garbage_is_no_data(body: bytes) -> None:
-    assert samples.parse(body) == Samples()
+    assert measured.parse(body) == Samples()
 
 
 def test_routers_that_do_not_answer_have_no_data(run) -> None:

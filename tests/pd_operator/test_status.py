@@ -10,9 +10,9 @@ import pytest
 from pd_core.sketch import WindowSketch
 from pd_operator import api, rollout, status
 from pd_operator.api import Cluster, Role
+from pd_operator.measured import Samples
 from pd_operator.observed import observe
 from pd_operator.podparts import Manifest
-from pd_operator.samples import Samples
 from tests.pd_operator.objects import cluster, document, pod, pool_set, rendered, running
 
 NOW = "2026-01-01T00:00:00Z"

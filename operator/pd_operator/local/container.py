@@ -128,7 +128,7 @@ class Container:
             await self._pause()
         return False
 
-    async def stop(self, grace_s: float) -> None:
+    async def stop(self, grace_s: float, *, pre_stop: bool) -> None:
         """SIGTERM after the preStop pause, SIGKILL after the grace period."""
         self._stopping.set()
         process = self._process
@@ -136,8 +136,9 @@ class Container:
             return
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
-        pre_stop = self._spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
-        await self._sleep(min(grace_s, float(pre_stop.get("seconds", 0))))
+        hook = self._spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
+        if pre_stop:
+            await self._sleep(min(grace_s, float(hook.get("seconds", 0))))
         await process.stop(max(0.0, deadline - loop.time()), self._context.hurry)
 
     async def _sleep(self, seconds: float) -> None:

@@ -62,13 +62,16 @@ class Pod:
             for container in self._containers:
                 group.create_task(container.run())
 
-    async def stop(self, grace_s: float | None = None) -> None:
-        """Ends its processes within the grace period and removes what was its own."""
+    async def stop(self, hard_grace_s: float | None = None) -> None:
+        """Ends its processes and removes what was its own: within its own grace period,
+        or, when the whole cluster goes, within `hard_grace_s` and without preStop pauses."""
         self._context.changed()
-        if grace_s is None:
-            grace_s = self._context.pod["spec"].get("terminationGracePeriodSeconds", 30)
+        grace_s = self._context.pod["spec"].get("terminationGracePeriodSeconds", 30)
+        pre_stop = hard_grace_s is None
+        if hard_grace_s is not None:
+            grace_s = min(grace_s, hard_grace_s)
         everyone = [*self._inits, *self._containers]
-        await asyncio.gather(*(item.stop(grace_s) for item in everyone))
+        await asyncio.gather(*(item.stop(grace_s, pre_stop=pre_stop) for item in everyone))
         await asyncio.gather(self._task, return_exceptions=True)
         self._context.volumes.remove()
 

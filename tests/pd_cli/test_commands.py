@@ -1,0 +1,117 @@
+"""The commands without a cluster: help, validate with every kind of bad file, the examples."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from pd_cli.main import main
+from pd_operator import api
+from pd_operator.local import support
+from tests.pd_operator.objects import document
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+def cli(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(arguments), catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("command", ["up", "status", "validate", "down", "logs", "quickstart"])
+def test_help(command: str) -> None:
+    code, said = cli(command, "--help")
+    assert code == 0
+    assert f"Usage: main {command}" in said
+    assert command in cli("--help")[1]
+
+
+def test_an_unknown_command() -> None:
+    code, said = cli("upp")
+    assert code == 2
+    assert "No such command" in said
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_valid_and_run_here(example: Path) -> None:
+    assert cli("validate", "-f", str(example))[0] == 0
+    support.check(api.parse(yaml.safe_load(example.read_text())))
+
+
+def test_a_valid_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat.yaml"
+    file.write_text(yaml.safe_dump(document()))
+    assert cli("validate", "-f", str(file)) == (0, f"{file}: PDCluster chat is valid\n")
+
+
+BAD_FILES = {
+    "empty": (b"", ": is empty; write a PDCluster (see examples/quickstart.yaml)"),
+    "comment": (b"# nothing\n---\n", ": is empty; write a PDCluster"),
+    "text": (b"just text", ": holds no mapping; write a PDCluster"),
+    "list": (b"- 1\n- 2\n", ": holds no mapping; write a PDCluster"),
+    "two documents": (
+        b"kind: A\n---\nkind: B\n",
+        ": holds 2 documents; write one PDCluster a file",
+    ),
+    "broken": (b"spec:\n  a: [1, 2\n", ":3:1: expected ',' or ']', but got '<stream end>'"),
+    "tab": (b"spec:\n\ta: 1\n", ":2:1: found character '\\t' that cannot start any token"),
+    "key twice": (
+        b"spec:\n  decode: {}\n  decode: {replicas: 2}\n",
+        ':3:3: "decode" stands there twice; keep one',
+    ),
+    "object": (b"a: !!python/object:os.system {}\n", ":1:4: could not determine a constructor"),
+    "latin-1": (b"a: \xe9\n", ": byte 3 is not UTF-8; save it as UTF-8"),
+    "binary": (b"\0\1\2", ": is no YAML: "),
+    "large": (b"#" * ((1 << 20) + 1), ": is larger than 1 MiB"),
+    "nested": (b"[" * 1000, ": is no YAML: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_files_that_are_no_document(tmp_path: Path, name: str) -> None:
+    content, message = BAD_FILES[name]
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    code, said = cli("validate", "-f", str(file))
+    assert code == 2
+    assert said.startswith(f"{file}{message}")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    code, said = cli("validate", "-f", str(tmp_path / "none.yaml"))
+    assert code == 2
+    assert "none.yaml: No such file or directory; name a PDCluster file" in said
+
+
+def test_each_mistake_has_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    changes = {"spec.prefill.replicas": -1, "spec.decode.replica": 2}
+    file.write_text(yaml.safe_dump(document(**changes)))
+    code, said = cli("validate", "-f", str(file))
+    assert code == 2
+    assert said.splitlines() == [
+        f"{file}: spec.prefill.replicas: is -1; write a whole number from 0 to 1000",
+        f"{file}: spec.decode.replica: is not a known field; did you mean replicas?",
+    ]
+
+
+def test_anchors_and_merges_are_yaml_as_ever(tmp_path: Path) -> None:
+    file = tmp_path / "chat.yaml"
+    file.write_text(
+        "apiVersion: pdcluster.dev/v1alpha1\nkind: PDCluster\nmetadata: {name: chat}\n"
+        "spec:\n"
+        "  model: {name: a, source: {builtin: smollm2-135m-instruct}}\n"
+        "  prefill: &pool {replicas: 1}\n"
+        "  decode: {<<: *pool, replicas: 2}\n"
+    )
+    assert cli("validate", "-f", str(file))[0] == 0
+
+
+def test_what_only_kubernetes_has_is_valid_and_refused_by_up(tmp_path: Path) -> None:
+    file = tmp_path / "chat.yaml"
+    file.write_text(yaml.safe_dump(document(**{"spec.model.source": {"image": "a:b"}})))
+    assert cli("validate", "-f", str(file))[0] == 0
+    code, said = cli("up", "-f", str(file))
+    assert code == 2
+    assert "spec.model.source.image: is for Kubernetes" in said
