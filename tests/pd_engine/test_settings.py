@@ -4,7 +4,10 @@ import pytest
 
 from pd_engine.settings import parse
 
-BASE = "--role decode --model /m --served-name chat --worker-name d-0 --host 127.0.0.1".split()
+BASE = [
+    *("--role", "decode", "--model", "/m", "--served-name", "chat"),
+    *("--worker-name", "d-0", "--host", "127.0.0.1"),
+]
 
 
 def test_defaults() -> None:
