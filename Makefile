@@ -55,6 +55,10 @@ bench: $(STAMP) ## run all benches, write bench/RESULTS.md (QUICK=1 only tries t
 proto: $(STAMP) ## generate the Python modules of proto/ again
 	@$(BIN)/python -m scripts.generate_proto proto
 
+.PHONY: docs
+docs: $(STAMP) ## write the list of modules in ARCHITECTURE.md again
+	@$(BIN)/python -m scripts.module_list
+
 .PHONY: lock
 lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
 	@$(BIN)/uv pip compile pyproject.toml --extra local --group test --group lint --group bench \

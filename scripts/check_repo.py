@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from scripts import module_list
 from scripts.generate_proto import generate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +87,14 @@ def stale_proto(root: Path = ROOT) -> list[str]:
     return found
 
 
+def stale_module_list(root: Path = ROOT) -> list[str]:
+    document = root / "ARCHITECTURE.md"
+    text = document.read_text()
+    if module_list.updated(text, root) == text:
+        return []
+    return [f"{document}: its list of modules is out of date; run: make docs"]
+
+
 def pins(lock: str) -> dict[str, list[Version]]:
     """The versions that a lock file pins, by canonical name (several where markers differ)."""
     found: dict[str, list[Version]] = {}
@@ -139,6 +148,7 @@ def main() -> int:
         shadowing_packages,
         stale_proto,
         stale_lock,
+        stale_module_list,
     ]
     found = [finding for check in checks for finding in check()]
     for finding in found:
