@@ -48,7 +48,9 @@ class Terminal(Listener):
         stage, done, total = step
         if stage == "waiting":  # for another pod that does the same
             return
-        if self.console.is_terminal and total > 0:
+        if stage == "ready":
+            self.end_progress()
+        if self.console.is_terminal and total > 0 and stage != "ready":
             self._draw(stage, done, total)
         elif stage not in self._stages:
             self._stages.add(stage)

@@ -159,8 +159,9 @@ def test_a_terminal_gets_a_bar_that_goes_again() -> None:
     terminal = Terminal(Console(file=file, force_terminal=True, width=80, highlight=False))
     progress(terminal)
     terminal.line("between [the] lines")
-    terminal.end_progress()
+    terminal.output("a", '{"stage": "ready", "done": 1, "total": 1}')
     assert "model: weights" in file.getvalue()
+    assert file.getvalue().endswith("model: ready\n")
     assert "between [the] lines" in file.getvalue()
 
 
