@@ -230,6 +230,7 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def status(self) -> dict[str, Any]:
+        """What `pdcluster status -o json` says."""
         done = pdcluster("status", "-o", "json", env=self.env)
         if done.returncode != 0:
             raise self.failure(f"status failed: {done.stdout}{done.stderr}")
@@ -237,21 +238,15 @@ class Cluster:
         return found
 
     def pods(self, pool: str | None = None) -> list[Pod]:
-        """The pods that have a process now, by name; of one pool where named."""
-        pods = [
-            Pod(
-                name=p["name"],
-                pool=p["pool"],
-                ip=p["ip"],
-                pid=p["pid"],
-                ready=p["ready"],
-                terminating=p["terminating"],
-                restarts=p["restarts"],
-                revision=p["revision"],
-            )
-            for p in self.status()["pods"]
-            if p["pid"]
-        ]
+        """The pods that have a process now, by name; of one pool where named.
+
+        Read from the file that `pdcluster status` reads: starting a process for each
+        look would keep a small machine busy.
+        """
+        [state] = Path(self.env["XDG_STATE_HOME"]).glob("pdcluster/*/state.json")
+        names = Pod.__dataclass_fields__
+        found = json.loads(state.read_text())["pods"]
+        pods = [Pod(**{name: p[name] for name in names}) for p in found if p["pid"]]
         self._seen.update({p.pid: p for p in pods})
         return sorted((p for p in pods if pool in (None, p.pool)), key=lambda p: p.name)
 
@@ -293,7 +288,7 @@ class Cluster:
         while True:
             try:
                 value = condition()
-            except (OSError, KeyError, ClusterError) as error:
+            except (OSError, LookupError, ValueError, ClusterError) as error:
                 value, last = None, repr(error)
             else:
                 last = repr(value)

@@ -40,11 +40,11 @@ def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 @pytest.fixture(scope="module")
-def wanted(cluster: Cluster) -> list[str]:
+def wanted(double: Cluster) -> list[str]:
     """What an untroubled cluster answers: test_serving compares that with transformers."""
 
     async def undisturbed() -> list[Streamed]:
-        return await Streams(cluster, contents()).end(DEADLINE_S)
+        return await Streams(double, contents()).end(DEADLINE_S)
 
     results = asyncio.run(undisturbed())
     assert all(r.done for r in results)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.client import Streamed
-from tests.cluster import Cluster, serving, spec
+from tests.cluster import Cluster, pdcluster, serving, spec
 from tests.e2e.asking import Streams, body, expected, text, text_of
 from tests.reference import Reference
 
@@ -89,6 +89,21 @@ def test_a_bad_edit_leaves_what_runs_and_the_next_good_one_counts(alone: Cluster
     alone.write(good)
     alone.edit(replicas("prefill", 2))
     alone.until(lambda: len(alone.pods("prefill")) == 2 and alone.all_ready(), "two", 60)
+
+
+def test_status_tells_what_runs(alone: Cluster):
+    status = alone.status()
+    [shown] = status["clusters"]
+    assert shown["name"] == "test"
+    assert shown["url"] == alone.base_url
+    conditions = {c["type"]: c["status"] for c in shown["document"]["status"]["conditions"]}
+    assert conditions["Ready"] == "True"
+    assert {p["pool"] for p in status["pods"]} == {"prefill", "decode", "router"}
+
+    table = pdcluster("status", env=alone.env).stdout
+    head, row = table.splitlines()[:2]
+    assert head.split()[:4] == ["NAME", "READY", "PREFILL", "DECODE"]
+    assert row.split()[:4] == ["test", "True", "1/1", "1/1"]
 
 
 @pytest.mark.timeout(240)
