@@ -730,11 +730,13 @@ def test_too_long_to_compute_again_goes_back_to_the_router() -> None:
 def test_after_cancelling_nothing_more_is_heard() -> None:
     w = world(blocks=5, recompute_max_tokens=8)
     _, second = (add(w, prompt(8, i), max_tokens=9) for i in (1, 2))
-    step_rows(w)
-    begin(w)  # the second is preempted for good, which isn't told yet
-    assert w.scheduler.load().running == 1
-    w.cancel(second)
+    begin(w)
+    while w.scheduler.load().running == 2:
+        w.end_step()
+        begin(w)
+    w.cancel(second)  # it was preempted for good, which isn't told yet
     w.end_step()
+    assert second.failure is None
     w.finish()
 
 
