@@ -3,6 +3,7 @@ and that the checks of `make check` find what they are there to find.
 """
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -104,3 +105,10 @@ def test_a_lock_that_misses_or_contradicts_a_dependency_is_found(tmp_path: Path)
 def test_each_version_of_a_marked_pin_counts():
     lock = "numpy==2.4.6 ; python_version < '3.12' \\\nnumpy==2.5.5 ; python_version >= '3.12'"
     assert [str(v) for v in check_repo.pins(lock)["numpy"]] == ["2.4.6", "2.5.5"]
+
+
+def test_the_table_of_faults_names_tests_that_exist(root: Path):
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (root / "tests" / "README.md").read_text())
+    assert len(named) > 30
+    for file, name in named:
+        assert f"def {name}(" in (root / "tests" / file).read_text(), f"{file}::{name}"
