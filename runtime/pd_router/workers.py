@@ -427,21 +427,23 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     async def _look_after(self) -> None:
         """Time's own task: nothing here waits for an event to come by."""
-        config = self.config
-        last = time.monotonic()
-        renewed = last
+        check_s = self.config.check_s
+        last = renewed = time.monotonic()
         while True:
-            await asyncio.sleep(config.check_s)
+            await asyncio.sleep(check_s)
             now = time.monotonic()
             # When this process itself stood still, heartbeats wait unread: nobody is late.
-            stall_s = now - last - config.check_s
+            stall_s = now - last - check_s
             last = now
             for record in list(self._records.values()):
-                if stall_s > config.check_s:
+                if stall_s > check_s:
                     record.heard += stall_s
                     record.progress.moved(now)
-                self._check(record, now)
-            if now - renewed >= config.renew_s:
+                try:
+                    self._check(record, now)
+                except Exception:  # one worker's trouble must not end the watch over all
+                    log.exception("worker=%s cannot be checked", record.view.id.name)
+            if now - renewed >= self.config.renew_s:
                 renewed = now
                 for record in self._records.values():
                     record.link.renew()
