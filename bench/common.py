@@ -80,7 +80,7 @@ def report(name: str, metrics: Metrics, goals: Goals, quick: bool) -> None:
         verdict = {True: "met", False: "MISSED", None: ""}[met]
         rows.append((key, figure, goal or "", verdict))
     print("\n" + table((name, "figure", "goal", ""), rows))
-    rounded = {k: v if v is None else float(f"{v:.4g}") for k, v in metrics.items()}
+    rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in metrics.items()}
     print(json.dumps({"bench": name, "metrics": rounded, "context": context(quick)}), flush=True)
 
 

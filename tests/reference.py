@@ -14,7 +14,9 @@ class Reference:
     def __init__(self, folder: Path, threads: int = 0) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         if threads:
             torch.set_num_threads(threads)
         self._torch = torch
