@@ -213,6 +213,8 @@ def _roll(
     broken = sum(pod.problem is not None and not pod.serves for pod in old.pods)
     room = pool.replicas + desired.max_surge - (_pods(old) - broken)
     wanted = max(min(now, pool.replicas), min(pool.replicas, room))
+    if current is not None and wanted < now:
+        wanted = _scale_in(current, wanted, min(wanted, current.serving))
     wanted = step.grow(pool, now, wanted)
     yield from _apply_set(pool, current, wanted, step.observed)
 

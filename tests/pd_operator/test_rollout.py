@@ -229,6 +229,19 @@ def test_broken_pods_of_the_old_revision_do_not_block_the_fix() -> None:
     assert world.is_settled_as(desired)
 
 
+def test_fewer_replicas_in_the_middle_of_a_rollout() -> None:
+    """The new revision's only serving pod is its top one: it must not go as the surplus."""
+    old = wanted(prefill=1)
+    world = up(old)
+    world.step(wanted(prefill=2, **{"spec.prefill.engine.chunkTokens": 64}))
+    desired = wanted(prefill=1, **{"spec.prefill.engine.chunkTokens": 64})
+    world.start((name(desired, Role.PREFILL), 1))
+    world.step(desired)
+    assert world.serving(Role.PREFILL) >= 1
+    world.settle(desired)
+    assert world.is_settled_as(desired)
+
+
 def gpus(budget: int, unavailable: int = 0, **changes: Any) -> Desired:
     return wanted(
         **{
