@@ -1,10 +1,9 @@
 """A cluster in the foreground: up, its file watched, down by a signal."""
 
 import asyncio
-import contextlib
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +89,16 @@ class _Session:
         except OSError as error:
             raise Failed(f"can't keep state or models on this machine: {error}") from error
         try:
-            with self._handled_signals(local):
-                for note in support.notes(cluster):
-                    self._terminal.line(f"note: {note}")
-                local.submit(body)
-                return await self._until_stopped(local)
+            loop = asyncio.get_running_loop()
+            for number in _SIGNALS:
+                loop.add_signal_handler(number, self._on_signal, local)
+            for note in support.notes(cluster):
+                self._terminal.line(f"note: {note}")
+            local.submit(body)
+            return await self._until_stopped(local)
         finally:
             self._terminal.end_progress()
             await local.close()
-
-    @contextlib.contextmanager
-    def _handled_signals(self, local: LocalCluster) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, local)
-        yield
 
     def _on_signal(self, local: LocalCluster) -> None:
         self._signals += 1

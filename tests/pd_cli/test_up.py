@@ -23,7 +23,7 @@ def assert_nothing_left(of: Up, pids: list[int]) -> None:
     assert not [pid for pid in pids if alive(pid)]
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", of.port)) != 0
-    assert not [name for name in os.listdir("/dev/shm") if name.endswith("-chat")]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("pdcluster-chat-")]
     left = sorted(entry.name for entry in (of.folder / "pdcluster" / "chat").iterdir())
     assert left == ["lock", "logs"]
 

@@ -1,10 +1,9 @@
 """A PDCluster on this machine: the operator's reconcile over the small kubelet."""
 
 import asyncio
-import os
-import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from pd_operator.local.container import Backoff, Publication
 from pd_operator.local.kubelet import Kubelet, Listener, Places
 from pd_operator.local.network import ClientPort
 from pd_operator.local.pod import Pod
-from pd_operator.local.state import StateFolder, cache_root, state_root
+from pd_operator.local.state import MemoryFolder, StateFolder, cache_root, state_root
 from pd_operator.modelfiles import MODELS_VOLUME
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest, Settings
@@ -82,20 +81,17 @@ class LocalCluster:
     def __init__(self, name: str, options: Options, listener: Listener) -> None:
         self._options = options
         self._listener = listener
-        self._port = ClientPort(options.port)
-        try:
-            self._folder = StateFolder(options.state, name)
-        except BaseException:
-            self._port.close()
-            raise
-        self._memory = Path(f"/dev/shm/pdcluster-{os.getuid()}-{name}")
-        shutil.rmtree(self._memory, ignore_errors=True)
-        self._kubelet = Kubelet(
-            Places(self._folder.path, self._memory, self._shared_folders()),
-            _Relay(self),
-            publications=(self._publication(),),
-            backoff=options.backoff,
-        )
+        with ExitStack() as claims:
+            self._port = claims.enter_context(closing(ClientPort(options.port)))
+            self._folder = claims.enter_context(closing(StateFolder(options.state, name)))
+            memory = claims.enter_context(closing(MemoryFolder(name)))
+            self._kubelet = Kubelet(
+                Places(self._folder.path, memory.path, self._shared_folders()),
+                _Relay(self),
+                publications=(self._publication(),),
+                backoff=options.backoff,
+            )
+            self._claims = claims.pop_all()
         self._backend = LocalBackend(self._kubelet, self._save_soon)
         self._queue = Queue(Reconciler(self._backend, options.settings).reconcile)
         self._key: Key | None = None
@@ -179,9 +175,7 @@ class LocalCluster:
         await self._kubelet.close(grace_s)
         if self._save_timer is not None:
             self._save_timer.cancel()
-        shutil.rmtree(self._memory, ignore_errors=True)
-        self._folder.close()
-        self._port.close()
+        self._claims.close()
 
     def on_change(self) -> None:
         """The kubelet's word that something is different."""

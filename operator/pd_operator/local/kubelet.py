@@ -26,6 +26,7 @@ log = logging.getLogger("pd_operator.local")
 _NODE = "localhost"
 _TEMPLATE_LABEL = "pod-template-hash"
 _HOSTS_ENV = "PD_HOSTS_FILE"
+_UNKILLABLE_S = 5.0
 
 
 class Listener:
@@ -119,15 +120,17 @@ class Kubelet:
         self._hurry.set()
 
     async def close(self, grace_s: float) -> None:
-        """Ends every pod at once, within the grace period."""
+        """Ends every pod at once, within the grace period and a little more."""
         self._closing = True
         for pod in self.pods:
             if not pod.terminating:
                 self._stop(pod, grace_s)
         timer = asyncio.get_running_loop().call_later(grace_s, self.hurry)
-        while self._stops:
-            await asyncio.wait(self._stops)
+        if self._stops:
+            await asyncio.wait(self._stops, timeout=grace_s + _UNKILLABLE_S)
         timer.cancel()
+        for pod in self.pods:  # only a process that hangs in the kernel survives SIGKILL
+            log.error("pod %s: process %s doesn't end", pod.name, pod.pid)
         self._subnet.close()
 
     def _changed(self) -> None:

@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 from pathlib import Path
-from types import TracebackType
 
 _FIRST, _SUBNETS = 64, 32 * 256
 _HOSTS = range(1, 255)
@@ -86,17 +85,6 @@ class ClientPort:
 
     def close(self) -> None:
         self._claim.close()
-
-    def __enter__(self) -> "ClientPort":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 _OTHER_PORT = "choose another with --port"

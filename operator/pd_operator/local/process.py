@@ -48,7 +48,12 @@ class Process:
             raise StartFailed(f"{argv[0]}: {error}") from error
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[int] = loop.create_future()
-        self._pidfd = os.pidfd_open(self._popen.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError as error:
+            self._popen.kill()
+            self._popen.wait()
+            raise StartFailed(f"{argv[0]}: can't be watched ({error}); use Linux 5.3") from error
         loop.add_reader(self._pidfd, self._reap)
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _STATE, _LOCK = "state.json", "lock"
+_MEMORY_PREFIX = "pdcluster-"
 
 
 class AlreadyRunning(Exception):
@@ -56,6 +57,28 @@ def write_json(path: Path, value: object) -> None:
     temporary.replace(path)
 
 
+class MemoryFolder:
+    """A folder on /dev/shm for volumes in memory. Its name tells whose it is, so that what
+    a killed `up` left is found and removed by the next one."""
+
+    def __init__(self, name: str, root: Path = Path("/dev/shm")) -> None:
+        for left in root.glob(f"{_MEMORY_PREFIX}*"):
+            _, pid, started = left.name.rsplit("-", 2)
+            if not ProcessId(int(pid), started).alive():
+                shutil.rmtree(left, ignore_errors=True)
+        me = _myself()
+        self.path = root / f"{_MEMORY_PREFIX}{name}-{me.pid}-{me.started}"
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _myself() -> ProcessId:
+    me = ProcessId.of(os.getpid())
+    assert me is not None
+    return me
+
+
 class StateFolder:
     """The folder of one cluster, locked by the `up` that runs it."""
 
@@ -84,9 +107,8 @@ class StateFolder:
                 entry.unlink(missing_ok=True)
 
     def write(self, state: Mapping[str, Any]) -> None:
-        me = ProcessId.of(os.getpid())
-        started = me.started if me else ""
-        write_json(self.path / _STATE, {"pid": os.getpid(), "pid_started": started, **state})
+        me = _myself()
+        write_json(self.path / _STATE, {"pid": me.pid, "pid_started": me.started, **state})
 
     def close(self) -> None:
         """Only the logs stay, until the next `up` of this name."""

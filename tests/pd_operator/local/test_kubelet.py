@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -400,7 +401,7 @@ def test_a_deployment_replaces_its_pods_without_a_gap(run, tmp_path: Path) -> No
 
 
 def test_a_published_port_is_where_clients_expect_it(run, tmp_path: Path) -> None:
-    with ClientPort(0) as port:
+    with closing(ClientPort(0)) as port:
         where = ("127.0.0.1", port.port)
         publication = Publication("router", "http", where, "BIND", ("--reuse-port",))
         router = container(env={"BIND": "$(POD_IP):8000"}) | {

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from contextlib import closing
 
 import pytest
 
@@ -66,7 +67,7 @@ def test_a_port_of_another_program() -> None:
 
 
 def test_routers_share_a_claimed_port() -> None:
-    with ClientPort(0) as port:
+    with closing(ClientPort(0)) as port:
         first, second = socket.socket(), socket.socket()
         with first, second:
             for one in (first, second):

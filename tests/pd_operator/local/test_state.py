@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_operator.local.state import AlreadyRunning, ProcessId, StateFolder, running
+from pd_operator.local.state import AlreadyRunning, MemoryFolder, ProcessId, StateFolder, running
 
 
 def test_one_cluster_of_a_name(tmp_path: Path) -> None:
@@ -64,3 +64,19 @@ def test_garbage_is_no_cluster(tmp_path: Path, text: str) -> None:
     (tmp_path / "chat").mkdir()
     (tmp_path / "chat" / "state.json").write_text(text)
     assert list(running(tmp_path)) == []
+
+
+def test_memory_of_the_dead_is_removed_and_of_the_living_is_not(tmp_path: Path) -> None:
+    mine = MemoryFolder("a-1", tmp_path)
+    mine.path.mkdir()
+    (mine.path / "file").touch()
+    dead = tmp_path / f"pdcluster-b-{os.getpid()}-1"
+    dead.mkdir()
+    other = tmp_path / "something-else"
+    other.mkdir()
+
+    second = MemoryFolder("b", tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([mine.path, other])
+    mine.close()
+    second.close()
+    assert list(tmp_path.iterdir()) == [other]
