@@ -3,7 +3,9 @@ callbacks that are recorded and can be awaited."""
 
 import asyncio
 import random
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +65,13 @@ class Recorder:
     def find(self, name: str, key: RequestKey) -> tuple[Any, ...] | None:
         return next((e for e in self.events if e[0] == name and e[1] == key), None)
 
+    def check_ends(self) -> None:
+        """Each import and each export ended exactly once."""
+        for key in {e[1] for e in self.events}:
+            names = self.names(key)
+            ends = [n for n in names if n in ("committed", "released", "done", "export_failed")]
+            assert len(ends) == 1, names
+
     async def wait(self, name: str, key: RequestKey) -> tuple[Any, ...]:
         return await self.wait_any((name,), key)
 
@@ -121,6 +130,28 @@ async def worker(
     return made
 
 
+@asynccontextmanager
+async def pair(
+    prefill: KvSettings | None = None,
+    decode: KvSettings | None = None,
+    *,
+    layout: KvLayout = LAYOUT,
+    blocks: int = 64,
+) -> AsyncIterator[tuple[Worker, Worker]]:
+    """A prefill worker whose pool holds random bytes, and a decode worker. At the end both
+    are closed, and every transfer must have ended at both."""
+    one = await worker("prefill", layout=layout, blocks=blocks, settings=prefill, seed=1)
+    two = await worker("decode", layout=layout, blocks=blocks, settings=decode)
+    try:
+        yield one, two
+    finally:
+        await one.plane.close()
+        await two.plane.close()
+    for made in (one, two):
+        assert made.plane.open_imports == made.plane.open_exports == 0
+        made.told.check_ends()
+
+
 def target(decode: Worker, grant: bytes, prefix_blocks: int = 0, address: str = "") -> pb.KvTarget:
     return pb.KvTarget(
         worker="decode",
@@ -144,7 +175,14 @@ class Transfer:
     prefix_blocks: int = 0
     choices: tuple[int, ...] = (0,)
 
-    def open(self, prefill: Worker, decode: Worker, address: str = "", lease_s: float = 30) -> None:
+    def open(
+        self,
+        prefill: Worker,
+        decode: Worker,
+        address: str = "",
+        lease_s: float = 30,
+        now: float | None = None,
+    ) -> None:
         grant = decode.plane.open_import(
             self.key,
             f"request-{self.key}",
@@ -152,7 +190,7 @@ class Transfer:
             self.destination,
             self.prefix_blocks,
             self.choices,
-            asyncio.get_running_loop().time(),
+            time.monotonic() if now is None else now,
             token_count=self.tokens,
         )
         prefill.plane.open_export(

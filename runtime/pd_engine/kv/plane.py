@@ -140,6 +140,16 @@ class KvPlane:
     def open_exports(self) -> int:
         return len(self._exports.open_keys)
 
+    @property
+    def connections(self) -> int:
+        """Accepted ones."""
+        return self._receiver.connection_count
+
+    @property
+    def idle_connections(self) -> int:
+        """Dialled ones that wait for their next transfer."""
+        return self._channels.idle_count
+
     # ---- decode worker ----------------------------------------------------------------
 
     def open_import(
