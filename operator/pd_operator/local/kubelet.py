@@ -228,7 +228,11 @@ class Kubelet:
             folder=folder,
             logs=self._places.state / "logs",
             volumes=volumes,
-            base_env={**os.environ, _HOSTS_ENV: str(self.hosts_file)},
+            base_env={
+                "OMP_NUM_THREADS": str(self._threads_each()),
+                **os.environ,
+                _HOSTS_ENV: str(self.hosts_file),
+            },
             publications=self._publications,
             backoff=self._backoff,
             hurry=self._hurry,
@@ -248,6 +252,16 @@ class Kubelet:
         del self._pods[pod.name]
         self._subnet.release(pod.ip)
         self._changed()
+
+    def _threads_each(self) -> int:
+        """A worker's share of the cores, for those whose manifests say nothing.
+
+        A container on a cluster sees its own cores only. Here all see the same ones, and
+        workers that each start a thread on every core slow each other down many times over.
+        """
+        sets = (obj for ref, obj in self._objects.items() if ref.kind == "StatefulSet")
+        workers = sum(obj["spec"].get("replicas", 1) for obj in sets)
+        return max(1, len(os.sched_getaffinity(0)) // max(1, workers))
 
     def _write_hosts(self) -> None:
         """What DNS is to a cluster: the addresses behind each Service."""

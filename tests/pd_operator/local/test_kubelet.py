@@ -71,6 +71,30 @@ def test_a_stateful_sets_pods(run, tmp_path: Path) -> None:
     run(scenario())
 
 
+def threads(rig: Rig, pod: str) -> str:
+    pid = rig.pod(pod).pid
+    assert pid is not None
+    return psutil.Process(pid).environ()["OMP_NUM_THREADS"]
+
+
+def test_workers_share_the_cores_unless_told_otherwise(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+
+    async def scenario() -> None:
+        async with kubelet(tmp_path) as rig:
+            rig.kubelet.apply(workload(replicas=2))
+            own = container(env={"OMP_NUM_THREADS": "7"})
+            rig.kubelet.apply(workload(name="other", containers=[own]))
+            await rig.until(lambda: rig.ready("web-0", "web-1", "other-0"))
+            assert threads(rig, "web-0") == threads(rig, "web-1") == "2"
+            assert threads(rig, "other-0") == "7"
+
+    run(scenario())
+
+
 def test_only_ready_pods_have_a_name_unless_all_are_to(run, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
 
