@@ -115,16 +115,16 @@ async def worker(
     settings: KvSettings | None = None,
     seed: int | None = None,
     port: int = 0,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    told: Recorder | None = None,
 ) -> Worker:
     """A started plane; `seed` fills its pool with random bytes, otherwise they are zeros."""
     size = blocks * layout.block_bytes
     pool = bytearray(random.Random(seed).randbytes(size) if seed is not None else size)
     memory = KvMemory(memoryview(pool), layout)
-    told = Recorder()
+    told = told or Recorder()
     epoch = epoch or f"{name}-epoch-1"
-    extra = {} if clock is None else {"clock": clock}
-    plane = KvPlane(layout, memory, name, epoch, told, settings, **extra)
+    plane = KvPlane(layout, memory, name, epoch, told, settings, clock)
     made = Worker(plane, told, pool, memory, layout, epoch)
     made.address = await plane.start("127.0.0.1", port)
     return made

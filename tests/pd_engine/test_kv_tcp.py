@@ -18,7 +18,16 @@ from pd_engine.kv.channels import ChannelSettings
 from pd_engine.kv.plane import KvSettings
 from pd_engine.kv.receiver import ReceiverSettings
 from pd_engine.transfer import ExportLimits
-from tests.pd_engine.kv_rig import LAYOUT, WAIT_S, first_tokens, pair, target, transfer, worker
+from tests.pd_engine.kv_rig import (
+    LAYOUT,
+    WAIT_S,
+    Recorder,
+    first_tokens,
+    pair,
+    target,
+    transfer,
+    worker,
+)
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -73,7 +82,7 @@ def test_bytes_arrive(loop_run: Run, shape: str, frame_kib: int) -> None:
                 assert stats.kv_bytes == sent
                 assert stats.cached_tokens == tokens // 2
                 assert (await prefill.told.wait("done", t.key))[2]
-                assert prefill.told.find("sealed", t.key)[2].kv_bytes == sent
+                assert (await prefill.told.wait("sealed", t.key))[2].kv_bytes == sent
                 t.check_bytes(prefill, decode)
                 assert decode.blocks(t.destination[:prefix]) == before
             assert prefill.plane.idle_connections == 1
@@ -349,23 +358,46 @@ def test_garbage_ends_only_its_connection(loop_run: Run, what: str) -> None:
     loop_run(body())
 
 
+class Clumsy(Recorder):
+    def on_committed(self, key: Any, first: Any, stats: Any) -> None:
+        super().on_committed(key, first, stats)
+        raise RuntimeError("the owner's mistake")
+
+
 def test_a_callback_that_raises_stops_nobody(
     loop_run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body() -> None:
-        async with pair() as (prefill, decode):
-
-            def broken(*_: object) -> None:
-                raise RuntimeError("the owner's mistake")
-
-            decode.told.on_committed = broken  # an attribute of this one recorder
+        async with pair() as (prefill, _):
+            decode = await worker("decode-2", told=Clumsy())
             t = transfer(1, 10)
             t.open(prefill, decode)
             t.seal(prefill)
             assert (await prefill.told.wait("done", t.key))[2]
+            await decode.plane.close()
 
     loop_run(body())
     assert "the owner's mistake" in caplog.text
+
+
+def test_the_rate_can_be_limited_later(loop_run: Run) -> None:
+    async def body() -> None:
+        async with pair(KvSettings(exports=ExportLimits(max_frame_bytes=4096))) as workers:
+            prefill, decode = workers
+            size = 40 * LAYOUT.block_bytes
+            prefill.plane.limit_rate(size / 0.2)
+            took = []
+            for number in range(2):
+                t = transfer(number, 160)
+                t.open(prefill, decode)
+                t.seal(prefill)
+                took.append((await prefill.told.wait("sealed", t.key))[2].transfer_s)
+                prefill.plane.limit_rate(0)
+                await prefill.told.wait("done", t.key)
+            assert took[0] >= 0.15
+            assert took[1] < took[0]
+
+    loop_run(body())
 
 
 @pytest.mark.slow

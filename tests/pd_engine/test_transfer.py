@@ -30,8 +30,7 @@ def imports(prefix: int = 0, tokens: int = 10, choices: tuple[int, ...] = (0,)) 
     limits = ImportLimits(lease_s=30, first_frame_s=20, next_frame_s=10, payload_s=8, seal_s=5)
     made = Imports(LAYOUT, Digest, limits)
     blocks = tuple(range(100, 100 + LAYOUT.blocks_for(tokens)))
-    args = {"block_ids": blocks, "prefix_blocks": prefix, "choices": choices}
-    grant(made, token_count=tokens, **args)
+    grant(made, block_ids=blocks, prefix_blocks=prefix, choices=choices, token_count=tokens)
     return made
 
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -491,8 +492,8 @@ class Faults(RuleBasedStateMachine):
         world.check()
 
 
-TestFaults = Faults.TestCase
-TestFaults.settings = settings(max_examples=2 * settings().max_examples)
+TestFaults = pytest.mark.slow(Faults.TestCase)
+TestFaults.settings = settings(max_examples=4 * settings().max_examples)
 
 
 @given(

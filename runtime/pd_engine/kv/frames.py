@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from pd_core.failures import Failure, FailureKind
 from pd_core.kv import PROTOCOL_VERSION, KvLayout
 from pd_engine.transfer import AbortHead, KvRange, PushHead, SealHead, TransferId, Verdict
-from pd_engine.types import Finish, TokenOut
+from pd_engine.wire import first_tokens, kv_format, token_from_pb
 from pd_proto.v1 import engine_pb2 as pb
 
 LENGTH_BYTES = 4
@@ -20,12 +20,6 @@ MAX_FRAME_BYTES = 128 * 1024
 """Without payload. The largest is a seal: some 250 bytes a choice with 20 top logprobs."""
 
 _LENGTH = struct.Struct(">I")
-_FINISH_TO_PB = {
-    None: pb.FINISH_UNSPECIFIED,
-    Finish.STOP: pb.FINISH_STOP,
-    Finish.LENGTH: pb.FINISH_LENGTH,
-}
-_FINISH_FROM_PB = {v: k for k, v in _FINISH_TO_PB.items()}
 
 
 class FrameError(Exception):
@@ -128,7 +122,7 @@ def encode_seal(head: SealHead) -> bytes:
         token_count=head.token_count,
         payload_bytes=head.payload_bytes,
         coverage=head.coverage,
-        first=[token_to_pb(t) for t in head.first],
+        first=first_tokens(head.first),
         cached_tokens=head.cached_tokens,
     )
     return _framed(pb.KvFrame(seal=seal).SerializeToString())
@@ -153,7 +147,7 @@ def parse_frame(body: bytes) -> Frame:
             case "abort":
                 a = frame.abort
                 return AbortHead(a.grant, _id_from_pb(a.id), a.reason)
-    except (DecodeError, KeyError) as e:
+    except (DecodeError, ValueError) as e:
         raise FrameError(f"not a KvFrame: {e}") from e
     raise FrameError("a KvFrame of no known kind")
 
@@ -230,20 +224,7 @@ def parse_reply(body: bytes) -> Reply:
     raise FrameError("a KvReply of no known kind")
 
 
-# ---- parts that other messages share ------------------------------------------------------
-
-
-def kv_format(layout: KvLayout) -> pb.KvFormat:
-    return pb.KvFormat(
-        dtype=layout.dtype,
-        quantization=layout.quantization,
-        block_tokens=layout.block_tokens,
-        layers=layout.layers,
-        kv_heads=layout.kv_heads,
-        head_dim=layout.head_dim,
-        block_bytes=layout.block_bytes,
-        protocol_version=layout.protocol_version,
-    )
+# ---- parts ---------------------------------------------------------------------------
 
 
 def describe_format(model_hash: str, m: pb.KvFormat) -> str:
@@ -252,30 +233,6 @@ def describe_format(model_hash: str, m: pb.KvFormat) -> str:
         f"model {model_hash[:12]}, {m.dtype}, quantization {m.quantization}, "
         f"{m.block_tokens} tokens a block, {m.layers} layers x {m.kv_heads} "
         f"KV heads x {m.head_dim}, protocol {m.protocol_version}"
-    )
-
-
-def token_to_pb(token: TokenOut, handle: int = 0) -> pb.TokenOut:
-    """`handle` is set in Tokens only."""
-    return pb.TokenOut(
-        handle=handle,
-        choice=token.choice,
-        index=token.index,
-        token=token.token,
-        finish=_FINISH_TO_PB[token.finish],
-        logprob=token.logprob,
-        top=[pb.TopLogprob(token=t, logprob=p) for t, p in token.top],
-    )
-
-
-def token_from_pb(m: pb.TokenOut) -> TokenOut:
-    return TokenOut(
-        choice=m.choice,
-        index=m.index,
-        token=m.token,
-        finish=_FINISH_FROM_PB[m.finish],
-        logprob=m.logprob if m.HasField("logprob") else None,
-        top=tuple((t.token, t.logprob) for t in m.top),
     )
 
 

@@ -241,6 +241,13 @@ class KvPlane:
 
     # ---- both -----------------------------------------------------------------------------
 
+    def limit_rate(self, bytes_s: float) -> None:
+        """From now on all exports together send at most so much (0: as fast as it goes).
+
+        What a prefill worker makes, plus some, is enough: KV then arrives evenly, and not in
+        bursts that take a core from the target's decode steps."""
+        self._sender.pacer.bytes_s = bytes_s
+
     def renew(self, key: RequestKey) -> None:
         """The router still wants it."""
         now = self._clock()

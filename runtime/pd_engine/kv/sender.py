@@ -23,7 +23,7 @@ class Pacer:
     """A sleep that took too long is made up for, up to this."""
 
     def __init__(self, bytes_s: float, clock: Callable[[], float]) -> None:
-        self._bytes_s = bytes_s
+        self.bytes_s = bytes_s
         self._clock = clock
         self._free_at = 0.0
 
@@ -31,9 +31,9 @@ class Pacer:
         """Until a link of that rate had carried `size` bytes. Yields in any case: a socket
         that takes all at once would let one transfer keep the loop to itself."""
         delay = 0.0
-        if self._bytes_s:
+        if self.bytes_s:
             now = self._clock()
-            self._free_at = max(self._free_at, now - self.CREDIT_S) + size / self._bytes_s
+            self._free_at = max(self._free_at, now - self.CREDIT_S) + size / self.bytes_s
             delay = max(0.0, self._free_at - now)
         await asyncio.sleep(delay)
 
