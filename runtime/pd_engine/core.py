@@ -199,6 +199,7 @@ class EngineCore:
             # on_export_done frees the blocks when the last send has returned.
             self._live[key] = live
             live.outbox = Outbox()
+            live.target = None  # its end is no failure
             self.plane.cancel_export(key)
             return
         self.scheduler.cancel(key, time.monotonic())
