@@ -92,12 +92,15 @@ def test_a_bad_edit_leaves_what_runs_and_the_next_good_one_counts(alone: Cluster
 
 
 def test_status_tells_what_runs(alone: Cluster):
+    def shown_ready() -> bool:
+        [shown] = alone.status()["clusters"]
+        conditions = shown["document"]["status"]["conditions"]
+        return {c["type"]: c["status"] for c in conditions}["Ready"] == "True"
+
+    alone.until(shown_ready, "status says Ready", 10)
     status = alone.status()
     [shown] = status["clusters"]
-    assert shown["name"] == "test"
-    assert shown["url"] == alone.base_url
-    conditions = {c["type"]: c["status"] for c in shown["document"]["status"]["conditions"]}
-    assert conditions["Ready"] == "True"
+    assert (shown["name"], shown["url"]) == ("test", alone.base_url)
     assert {p["pool"] for p in status["pods"]} == {"prefill", "decode", "router"}
 
     table = pdcluster("status", env=alone.env).stdout
