@@ -75,6 +75,7 @@ class Client:
     finish: dict[int, Finish] = field(default_factory=dict)
     computed: set[int] = field(default_factory=set)  # positions of the prompt
     first: tuple[TokenOut, ...] | None = None
+    cached_tokens: int | None = None
     grant: Granted | None = None
     received: int = 0  # blocks of the grant that have arrived, in order
     table: list[int] = field(default_factory=list)  # an EXPORT's blocks
@@ -126,7 +127,7 @@ class Client:
                 assert self.first is None
                 assert tuple(out.choice for out in first) == self.req.choices
                 assert cached + len(self.computed) <= self.req.prompt_tokens
-                self.first = first
+                self.first, self.cached_tokens = first, cached
                 self.take(first)
             case Tokens(tokens=tokens):
                 assert self.first is not None

@@ -19,7 +19,6 @@ from pd_engine.scheduler import SchedulerConfig
 from pd_engine.types import Mode
 from tests.pd_engine.scheduler_world import VOCAB, Client, World
 
-_STOP = 0
 _REFUSALS = {
     FailureKind.INVALID_REQUEST,
     FailureKind.CONTEXT_TOO_LONG,
@@ -31,76 +30,71 @@ _REFUSALS = {
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
     """Prompts that share beginnings, often as far as whole blocks."""
-    shared = [
-        1 + (family + i) % (VOCAB - 1) for family in (draw(st.integers(0, 1)),) for i in range(24)
-    ]
-    own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=6))
-    return (shared[: draw(st.integers(0, 24))] + own) or [1]
+    family = draw(st.integers(0, 1))
+    shared = [1 + (family + i) % (VOCAB - 1) for i in range(18)]
+    own = draw(st.lists(st.integers(1, VOCAB - 1), max_size=5))
+    return (shared[: draw(st.integers(0, 18))] + own) or [1]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `World.add`; times count from now."""
+    choices = draw(st.sampled_from([(0,), (0,), (2,), (0, 1), (0, 1, 2, 3)]))
+    resumed = draw(st.integers(0, 3)) if len(choices) == 1 else 0
+    return {
+        "tokens": draw(prompts()),
+        "mode": draw(st.sampled_from([Mode.LOCAL, *Mode])),
+        "choices": choices,
+        "resumed": resumed,
+        "max_tokens": resumed + draw(st.sampled_from([1, 2, 5, 9, 14, 20])),
+        "priority": draw(st.sampled_from([0, 0, 1])),
+        "deadline": draw(st.sampled_from([3.0, 1e9, 1e9, 1e9])),
+        "grant_deadline": draw(st.sampled_from([2.0, 1e9, 1e9])),
+        "stop": draw(st.sampled_from([(), (), (0,)])),
+        "min_tokens": draw(st.integers(0, 3)),
+        "ignore_eos": draw(st.booleans()),
+        "salt": draw(st.sampled_from([b"", b"", b"", b"tenant"])),
+    }
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Tight ones: a few requests fill the pool, the budget and the slots."""
+    budget = draw(st.integers(1, 24))
+    cfg = SchedulerConfig(
+        max_batch_tokens=budget,
+        chunk_tokens=draw(st.integers(0, 9)),
+        max_running=min(draw(st.integers(1, 8)), budget),
+        max_queued=draw(st.sampled_from([3, 50, 50])),
+        max_model_tokens=draw(st.sampled_from([30, 1000, 1000])),
+        recompute_max_tokens=draw(st.sampled_from([0, 12, 1000, 1000])),
+        decode_reserve_tokens=draw(st.integers(0, 9)),
+    )
+    block_tokens = draw(st.integers(1, 4))
+    tokens = draw(st.integers(1, 60))
+    return World(cfg, -(-tokens // block_tokens), block_tokens)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Random use. Each rule is something that may happen at any time."""
 
-    @initialize(
-        blocks=st.integers(1, 24),
-        block_tokens=st.integers(1, 4),
-        budget=st.integers(1, 24),
-        chunk=st.integers(0, 9),
-        running=st.integers(1, 8),
-        queued=st.integers(1, 12),
-        context=st.sampled_from([16, 40, 1000]),
-        recompute=st.sampled_from([0, 20, 1000]),
-        reserve=st.integers(0, 9),
-    )
-    def start(
-        self,
-        blocks: int,
-        block_tokens: int,
-        budget: int,
-        chunk: int,
-        running: int,
-        queued: int,
-        context: int,
-        recompute: int,
-        reserve: int,
-    ) -> None:
-        cfg = SchedulerConfig(
-            max_batch_tokens=budget,
-            chunk_tokens=chunk,
-            max_running=min(running, budget),
-            max_queued=queued,
-            max_model_tokens=context,
-            recompute_max_tokens=recompute,
-            decode_reserve_tokens=reserve,
-        )
-        self.world = World(cfg, blocks, block_tokens)
-        self.injected = False
+    @initialize(world=worlds(), first=st.lists(requests(), min_size=1, max_size=8))
+    def start(self, world: World, first: list[dict[str, Any]]) -> None:
+        self.world = world
+        for request in first:
+            self.add(request)
 
     def _pick(self, data: st.DataObject, clients: list[Client]) -> Client:
         return data.draw(st.sampled_from(clients))
 
-    @rule(
-        tokens=prompts(),
-        mode=st.sampled_from(Mode),
-        max_tokens=st.integers(0, 12),
-        choices=st.sampled_from([(0,), (0,), (2,), (0, 1), (0, 1, 2, 3)]),
-        priority=st.integers(0, 1),
-        resumed=st.integers(0, 3),
-        lifetime=st.sampled_from([3.0, 1e9, 1e9, 1e9]),
-        grant_wait=st.sampled_from([2.0, 1e9, 1e9]),
-        min_tokens=st.integers(0, 3),
-        ignore_eos=st.booleans(),
-        salt=st.sampled_from([b"", b"", b"tenant"]),
-    )
-    def add(self, lifetime: float, grant_wait: float, resumed: int, **what: Any) -> None:
-        world = self.world
-        client = world.add(
-            resumed=resumed if len(what["choices"]) == 1 else 0,
-            deadline=world.now + lifetime,
-            grant_deadline=world.now + grant_wait,
-            stop=(_STOP,),
-            **what,
-        )
+    @rule(request=requests())
+    def add_later(self, request: dict[str, Any]) -> None:
+        self.add(request)
+
+    def add(self, request: dict[str, Any]) -> None:
+        now = self.world.now
+        times = {name: now + request[name] for name in ("deadline", "grant_deadline")}
+        client = self.world.add(**{**request, **times})
         if not isinstance(client, Client):
             assert client.kind in _REFUSALS
 
