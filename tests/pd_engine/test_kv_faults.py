@@ -236,17 +236,30 @@ def test_a_sender_that_stalls_between_frames(
     loop_run(body())
 
 
-def test_leases_end_by_themselves(loop_run: Run) -> None:
-    """Nothing else happens at either worker, and the sweep still runs."""
+def test_a_grants_lease_ends_by_itself(loop_run: Run) -> None:
+    """Nothing else happens at the worker, and the sweep still runs."""
 
     async def body() -> None:
-        settings = stall(ImportLimits(lease_s=0.3))
-        async with pair(KvSettings(tick_s=0.02), settings) as (prefill, decode):
+        decode = await worker("decode", settings=stall(ImportLimits(lease_s=0.1)))
+        key = (1, 1)
+        decode.plane.open_import(key, "r", 1, (3,), 0, (0,), time.monotonic(), token_count=1)
+        failure = (await decode.told.wait("import_failed", key))[2]
+        assert failure.kind == FailureKind.LEASE_EXPIRED
+        await decode.told.wait("released", key)
+        await decode.plane.close()
+
+    loop_run(body())
+
+
+def test_an_exports_lease_ends_by_itself_and_the_target_is_told(loop_run: Run) -> None:
+    async def body() -> None:
+        async with pair(KvSettings(tick_s=0.02)) as (prefill, decode):
             t = transfer(1, 23)
-            t.open(prefill, decode, lease_s=0.3)
-            at_d = (await decode.told.wait("import_failed", t.key))[2]
+            t.open(prefill, decode, lease_s=1.0)
             at_p = (await prefill.told.wait("export_failed", t.key))[2]
-            assert at_d.kind == at_p.kind == FailureKind.LEASE_EXPIRED
+            assert at_p.kind == FailureKind.LEASE_EXPIRED
+            at_d = (await decode.told.wait("import_failed", t.key))[2]
+            assert "gave up: the lease of 1 s wasn't renewed" in at_d.message
             await decode.told.wait("released", t.key)
 
     loop_run(body())

@@ -96,7 +96,8 @@ def test_junk_is_no_frame(junk: bytes) -> None:
 
 
 def test_an_unknown_finish_state_is_no_seal() -> None:
-    seal = pb.KvSeal(grant=b"g", first=[pb.TokenOut(finish=9)])
+    seal = pb.KvSeal(grant=b"g")
+    seal.first.add().ParseFromString(b"\x28\x09")  # finish = 9
     with pytest.raises(frames.FrameError, match="finish"):
         frames.parse_frame(pb.KvFrame(seal=seal).SerializeToString())
 
