@@ -65,7 +65,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def _text(cell: object) -> str:
     if cell is None:
         return "-"
-    return f"{cell:,.3g}" if isinstance(cell, float) and abs(cell) < 1000 else str(cell)
+    if isinstance(cell, float):
+        return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
+    return str(cell)
 
 
 def report(name: str, metrics: Metrics, goals: Goals, quick: bool) -> None:

@@ -215,7 +215,7 @@ def run_pd(folder: Path, plan: Plan, prompts: Iterator[str]) -> dict[str, list[P
     with (
         tempfile.TemporaryDirectory() as work,
         control_process(folder, plan.long_tokens) as control,
-        serving(spec(folder, **pools), Path(work)) as cluster,
+        serving(spec(folder, dtype="auto", **pools), Path(work)) as cluster,
     ):
         pin_cluster(cluster)
         found = asyncio.run(pd_rounds(cluster, plan, prompts, control))
@@ -229,7 +229,7 @@ def run_both(
     pools = {"colocated": {"replicas": 1, "engine": {"chunkTokens": chunk}}}
     with (
         tempfile.TemporaryDirectory() as work,
-        serving(spec(folder, **pools), Path(work)) as cluster,
+        serving(spec(folder, dtype="auto", **pools), Path(work)) as cluster,
     ):
         return asyncio.run(both_rounds(cluster, plan, prompts))
 

@@ -30,7 +30,7 @@ def prefill(runner: Runner, tokens: int, chunk: int, seed: int) -> float:
 def main(folder: str, tokens: int, chunk: int) -> None:
     runner = Runner(
         folder,
-        dtype="float32",
+        dtype="auto",
         kv_cache_tokens=tokens + _BLOCK_TOKENS,
         block_tokens=_BLOCK_TOKENS,
         threads=1,

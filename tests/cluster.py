@@ -350,15 +350,15 @@ def serving(
     cluster.stop()
 
 
-def spec(model: Path | str, **pools: Any) -> dict[str, Any]:
+def spec(model: Path, dtype: str = "float32", **pools: Any) -> dict[str, Any]:
     """A PDCluster for a test: one prefill and one decode worker unless told otherwise."""
-    source = {"builtin": model} if isinstance(model, str) else {"hostPath": str(model)}
+    source = {"hostPath": str(model)}
     return {
         "apiVersion": "pdcluster.dev/v1alpha1",
         "kind": "PDCluster",
         "metadata": {"name": "test"},
         "spec": {
-            "model": {"name": "tiny", "source": source, "dtype": "float32"},
+            "model": {"name": "tiny", "source": source, "dtype": dtype},
             **(pools or {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}),
         },
     }
