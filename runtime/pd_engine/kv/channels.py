@@ -49,12 +49,12 @@ class Channel:
 
     async def send(self, head: bytes) -> None:
         self.dirty = True
-        await asyncio.get_running_loop().sock_sendall(self.sock, head)
+        await tcp.send_all(self.sock, head)
         self.dirty = False
 
     async def send_push(self, head: bytes, slices: list[memoryview]) -> None:
         self.dirty = True
-        await asyncio.get_running_loop().sock_sendall(self.sock, head)
+        await tcp.send_all(self.sock, head)
         await tcp.send_payload(self.sock, slices, self._scratch)
         self.dirty = False
 
@@ -174,7 +174,7 @@ class Channels:
 
     async def _shake_hands(self, sock: socket.socket, epoch: str) -> None:
         hello = frames.encode_hello(self._worker, self._epoch, epoch, self._layout)
-        await asyncio.get_running_loop().sock_sendall(sock, hello)
+        await tcp.send_all(sock, hello)
         reply = frames.parse_reply(await tcp.receive_message(sock))
         if isinstance(reply, frames.Refusal):
             raise RequestFailure(reply.failure.kind, reply.failure.message)

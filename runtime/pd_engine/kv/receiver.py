@@ -240,7 +240,7 @@ class _Connection:
     async def _send(self, reply: frames.Reply) -> None:
         data = frames.encode_reply(reply)
         async with asyncio.timeout(self._receiver.settings.reply_s):
-            await asyncio.get_running_loop().sock_sendall(self._sock, data)
+            await tcp.send_all(self._sock, data)
 
     async def _farewell(self) -> None:
         """Send what is left, and let the peer read it: closing a socket with unread bytes
