@@ -264,7 +264,7 @@ class World:
         self.see(self.scheduler.attach(client.req.key, first, self.now))
 
     def late_bytes(self) -> None:
-        """What is in quarantine is still written."""
+        """What is in quarantine is still being written."""
         for blocks in self.quarantined.values():
             for block in blocks:
                 self.memory[block] = [LATE] * self.pool.block_tokens
@@ -373,6 +373,7 @@ class World:
     # ---- invariants ----------------------------------------------------------------
 
     def check(self) -> None:
+        self.late_bytes()
         self.scheduler.check()
         load = self.scheduler.load()
         states = (load.kv_free, load.kv_cached, load.kv_active, load.kv_granted)

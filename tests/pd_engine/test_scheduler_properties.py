@@ -140,13 +140,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.poll()
 
     @precondition(lambda self: self.world.batch is not None and self._live())
-    @rule(data=st.data())
-    def cancel_in_flight(self, data: st.DataObject) -> None:
-        """The core polls at once: an IMPORT may get blocks, and its bytes come right away."""
+    @rule(data=st.data(), request=requests())
+    def cancel_in_flight(self, data: st.DataObject, request: dict[str, Any]) -> None:
         self.world.cancel(self._pick(data, self._live()))
+        self.import_in_flight(request)
+
+    @precondition(lambda self: self.world.batch is not None)
+    @rule(request=requests())
+    def import_in_flight(self, request: dict[str, Any]) -> None:
+        """KV arrives, in blocks that were freed a moment ago, while the step still works."""
+        self.add({**request, "mode": Mode.IMPORT, "priority": 2})
         self.world.poll()
         for client in self._granted():
-            self.world.receive(client, 2)
+            self.world.receive(client, 9)
 
     def _granted(self) -> list[Client]:
         return [c for c in self._live() if self.world.transferring(c)]
@@ -167,12 +173,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.cancel(self._pick(data, self._granted()), quarantine=True)
 
     @precondition(lambda self: self.world.quarantined)
-    @rule(data=st.data(), late=st.booleans())
-    def end_quarantine(self, data: st.DataObject, late: bool) -> None:
-        if late:
-            self.world.late_bytes()
-        else:
-            self.world.release_quarantine(data.draw(st.sampled_from([*self.world.quarantined])))
+    @rule(data=st.data())
+    def end_quarantine(self, data: st.DataObject) -> None:
+        self.world.release_quarantine(data.draw(st.sampled_from([*self.world.quarantined])))
 
     @precondition(lambda self: self.world.exported())
     @rule(data=st.data())
