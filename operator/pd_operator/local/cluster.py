@@ -155,9 +155,10 @@ class LocalCluster:
         await self._queue.run()
 
     async def wait_ready(self) -> None:
-        """Until every pod is ready and a request would succeed."""
+        """Until every pod is ready and a request would succeed; other commands know it, too."""
         while not (is_ready(self.document()) and await self._answers()):
             await asyncio.sleep(_READY_S)
+        self._save()
 
     async def _answers(self) -> bool:
         try:
@@ -194,7 +195,9 @@ class LocalCluster:
             self._save_timer = loop.call_later(_SAVE_S, self._save)
 
     def _save(self) -> None:
-        self._save_timer = None
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+            self._save_timer = None
         document = self.document()
         if document:
             self._folder.write(
