@@ -12,10 +12,12 @@ FAKE = str(Path(__file__).parent.parent / "pd_operator" / "local" / "fake.py")
 
 def main() -> None:
     file, port, state = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    # As code, not as a path: a pod has a /tmp of its own, and this may be a clone in /tmp.
+    fake = ("python", "-c", f"import runpy; runpy.run_path({FAKE!r}, run_name='__main__')")
     settings = Settings(
-        engine_command=("python", FAKE, "engine"),
-        router_command=("python", FAKE, "router"),
-        convert_command=("python", FAKE, "convert"),
+        engine_command=(*fake, "engine"),
+        router_command=(*fake, "router"),
+        convert_command=(*fake, "convert"),
     )
     options = Options(
         port=port,
