@@ -101,7 +101,8 @@ def _made(
 def _copied(image: str) -> ModelFiles:
     """An image that holds the model in its /models folder."""
     fields = {
-        "command": ["cp", "-r", f"{MODELS_DIR}/.", COPY_DIR],
+        "command": ["cp", "-r"],
+        "args": [f"{MODELS_DIR}/.", COPY_DIR],
         "volumeMounts": [{"name": MODELS_VOLUME, "mountPath": COPY_DIR}],
     }
     container = podparts.container("model", image, Template(), fields)

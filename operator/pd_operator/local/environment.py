@@ -83,8 +83,10 @@ def command(
     container: Manifest, variables: Mapping[str, str], mounts: Sequence[Mount], python: str
 ) -> list[str]:
     """The argument vector; `python` stands in for a command of that name."""
-    parts = [*container.get("command", []), *container.get("args", [])]
-    if not parts:
+    program = [expand(part, variables) for part in container.get("command", [])]
+    args = [expand(part, variables) for part in container.get("args", [])]
+    if not program and not args:
         raise ConfigError(f"container {container['name']} has no command")
-    argv = [map_paths(expand(part, variables), mounts) for part in parts]
+    # The program is this machine's own, wherever it lies; arguments name what is mounted.
+    argv = [*program, *(map_paths(part, mounts) for part in args)]
     return [python if argv[0] in ("python", "python3") else argv[0], *argv[1:]]

@@ -108,3 +108,9 @@ def test_commands() -> None:
     assert argv == ["/venv/python", "-m", "x", "--dir=/real", "--ip=1.2.3.4"]
     with pytest.raises(ConfigError, match="container e has no command"):
         environment.command({"name": "e"}, {}, [], "python")
+
+
+def test_the_program_is_where_it_is_even_below_a_mount() -> None:
+    container = {"name": "c", "command": ["/tmp/bin/engine"], "args": ["/tmp/file"]}
+    mounts = [Mount("/tmp", "/pods/a/tmp")]
+    assert command(container, {}, mounts, "python") == ["/tmp/bin/engine", "/pods/a/tmp/file"]
