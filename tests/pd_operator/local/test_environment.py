@@ -113,4 +113,5 @@ def test_commands() -> None:
 def test_the_program_is_where_it_is_even_below_a_mount() -> None:
     container = {"name": "c", "command": ["/tmp/bin/engine"], "args": ["/tmp/file"]}
     mounts = [Mount("/tmp", "/pods/a/tmp")]
-    assert command(container, {}, mounts, "python") == ["/tmp/bin/engine", "/pods/a/tmp/file"]
+    argv = environment.command(container, {}, mounts, "python")
+    assert argv == ["/tmp/bin/engine", "/pods/a/tmp/file"]
