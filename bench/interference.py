@@ -41,12 +41,13 @@ _ENOUGH = 500  # gaps a phase
 class Plan:
     long_tokens: int
     rounds: int
+    both_rounds: int  # of each setting of the `both` worker
     quiet_s: float
     chunks: tuple[int, ...]
 
 
-FULL = Plan(long_tokens=6000, rounds=5, quiet_s=20.0, chunks=(512, 256, 128))
-QUICK = Plan(long_tokens=600, rounds=1, quiet_s=2.0, chunks=(128,))
+FULL = Plan(long_tokens=6000, rounds=5, both_rounds=2, quiet_s=12.0, chunks=(512, 256, 128))
+QUICK = Plan(long_tokens=600, rounds=1, both_rounds=1, quiet_s=2.0, chunks=(128,))
 
 
 @dataclass(slots=True)
@@ -200,7 +201,7 @@ async def both_rounds(
 ) -> dict[str, list[Phase]]:
     chats = Chats(cluster.port)
     found: dict[str, list[Phase]] = {"quiet": [], "during": []}
-    for _ in range(min(plan.rounds, 3)):
+    for _ in range(plan.both_rounds):
         found["quiet"].append(await measure(chats, partial(asyncio.sleep, plan.quiet_s)))
         ask = partial(long_prompt, cluster.port, next(prompts))
         found["during"].append(await measure(chats, ask))
@@ -263,6 +264,7 @@ def main(quick: bool) -> None:
     tokenizer = load_tokenizer(folder)
     prompts = (prompt_of(tokenizer, plan.long_tokens, 1000 + i) for i in range(10_000))
 
+    print(f"about {1 if quick else 25} minutes; nothing else should run meanwhile", flush=True)
     pd = run_pd(folder, plan, prompts)
     both = run_both(folder, plan, prompts, chunk=0)
     chunked = {chunk: run_both(folder, plan, prompts, chunk) for chunk in plan.chunks}
