@@ -15,6 +15,7 @@ _QUESTION = "What is the capital of France, and what is it known for?"
 _MAX_TOKENS = 96
 _TOKEN_TIMEOUT_S = 120.0
 _JOURNAL_TIMEOUT_S = 5.0
+_FILE_COLUMNS = 110
 
 
 @click.command(name="quickstart")
@@ -35,6 +36,7 @@ def command(file: Path, port: int, question: str) -> None:
     async def when_ready(local: "LocalCluster") -> bool:
         await _show_one_answer(local, question)
         if not sys.stdout.isatty():
+            click.echo("\nThis is no terminal: everything is taken down again.")
             return False
         _invite(local)
         return True
@@ -60,7 +62,8 @@ async def _show_one_answer(local: "LocalCluster", question: str) -> None:
         raise session.Failed(f"no answer: {error}; the logs are in {local.logs}") from error
     click.echo("\n")
     entry = await _journal_entry(local, reply_id)
-    Console(soft_wrap=True, width=None if sys.stdout.isatty() else 140).print(timeline.table(entry))
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else _FILE_COLUMNS)
+    console.print(timeline.table(entry, console.width))
 
 
 def _request(local: "LocalCluster", question: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import click
 from pd_cli import document
 from pd_cli.console import Terminal
 from pd_operator import api
-from pd_operator.api import Cluster, InvalidCluster
+from pd_operator.api import Cluster, HostPath, InvalidCluster
+from pd_operator.fields import FieldError
 from pd_operator.local import support
 from pd_operator.local.cluster import LocalCluster, Options, is_ready
 from pd_operator.local.network import AddressTaken
@@ -58,8 +59,30 @@ def run(file: Path, options: Options, when_ready: WhenReady | None = None) -> in
 def check(body: dict[str, Any]) -> Cluster:
     """The parsed document, if this machine can run it. InvalidCluster otherwise."""
     cluster = api.parse(body)
-    support.check(cluster)
+    check_here(cluster)
     return cluster
+
+
+def check_here(cluster: Cluster) -> None:
+    """InvalidCluster with what this machine hasn't."""
+    support.check(cluster)
+    _missing_model(cluster)
+
+
+def _missing_model(cluster: Cluster) -> None:
+    """InvalidCluster when the file names a model that isn't on this machine."""
+    source = cluster.model.source
+    if not isinstance(source, HostPath):
+        return
+    path = Path(source.path)
+    problem = None
+    if not path.exists():
+        problem = f"{path} does not exist on this machine"
+    elif path.is_dir() and not (path / "config.json").is_file():
+        problem = f"{path} has no config.json"
+    if problem is not None:
+        remedy = "write the folder of a model in Hugging Face format, or a GGUF file"
+        raise InvalidCluster([FieldError("spec.model.source.hostPath", problem, remedy)])
 
 
 def report(file: Path, error: document.BadFile | InvalidCluster) -> None:
@@ -82,6 +105,7 @@ class _Session:
         self._terminal = Terminal()
         self._stop = asyncio.Event()
         self._signals = 0
+        self._unsettled = False  # the file has changed, and nobody was told that it's in effect
 
     async def run(self, cluster: Cluster, body: dict[str, Any]) -> int:
         try:
@@ -106,7 +130,7 @@ class _Session:
             local.hurry()
             return
         self._terminal.end_progress()
-        self._terminal.line("stopping; once more to end it at once")
+        self._terminal.line("stopping (a second Ctrl-C ends it at once)")
         self._stop.set()
 
     async def _until_stopped(self, local: LocalCluster) -> int:
@@ -153,20 +177,26 @@ class _Session:
     async def _edited(self, local: LocalCluster) -> None:
         before = local.document()
         try:
-            local.submit(document.load(self._file))
+            body = document.load(self._file)
+            check(body)
+            local.submit(body)
         except (document.BadFile, InvalidCluster) as error:
             report(self._file, error)
             click.echo(f"{self._file}: not applied; what runs stays as it is", err=True)
+            self._unsettled = True
             return
         if local.document() is not before:
             self._terminal.line(f"{self._file}: changed, applying")
+            self._unsettled = True
+        if self._unsettled:
             await self._settled(local)
 
     async def _settled(self, local: LocalCluster) -> None:
-        """Tells when an edit is in effect, unless the next edit comes first."""
+        """Tells when the file is in effect, unless the next edit comes first."""
         while _stamp(self._file) == self._seen:
             if is_ready(local.document()):
                 self._terminal.line(f"{self._file}: in effect")
+                self._unsettled = False
                 return
             await asyncio.sleep(_SETTLE_POLL_S)
 

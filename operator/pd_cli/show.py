@@ -22,6 +22,8 @@ def command(name: str | None, output: str) -> None:
         click.echo(f"no PDCluster {name} is running" if name else "no PDCluster is running")
         return
     click.echo(_clusters(states))
+    for line in () if name else _why_not_ready(states):
+        click.echo(line)
     if name:
         click.echo("\n" + _conditions(states[0]))
         click.echo("\n" + _pods(states[0]["pods"]))
@@ -47,6 +49,17 @@ def _conditions(state: dict[str, Any]) -> str:
     conditions = state["document"].get("status", {}).get("conditions", [])
     rows = [[one["type"], one["status"], one["reason"], one["message"]] for one in conditions]
     return _table([["CONDITION", "STATUS", "REASON", "MESSAGE"], *rows])
+
+
+def _why_not_ready(states: list[dict[str, Any]]) -> list[str]:
+    """A line for each cluster with a problem that waiting may not solve."""
+    lines = []
+    for state in states:
+        conditions = state["document"].get("status", {}).get("conditions", [])
+        for one in conditions:
+            if one["type"] == "Degraded" and one["status"] == "True":
+                lines.append(f"{state['name']}: {one['reason']}: {one['message']}")
+    return lines
 
 
 def _pods(pods: list[dict[str, Any]]) -> str:

@@ -1,12 +1,14 @@
 """PURE. What happened to one request, as a table for people."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 _BAR = 32
+_LEAST_BAR = 8
+_GAPS = 8  # rich's padding between five columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +50,42 @@ def steps(entry: Mapping[str, Any]) -> list[Step]:
     return found
 
 
-def table(entry: Mapping[str, Any]) -> Table:
-    """The steps, with bars on one time scale."""
+def table(entry: Mapping[str, Any], width: int) -> Table:
+    """The steps, with bars on one time scale, in `width` columns of a terminal.
+
+    Where those are few, bars get shorter, then the details are left out.
+    """
     rows = steps(entry)
     line = entry["timelines"][0]
+    details = True
+    room = width - _GAPS - _widest(row.name for row in rows) - _widest(row.where for row in rows)
+    room -= _widest(_time(row.seconds) for row in rows)
+    bar = room - _widest(row.detail for row in rows)
+    if bar < _LEAST_BAR:
+        details, bar = False, room
+    bar = min(_BAR, max(_LEAST_BAR, bar))
     made = Table(title=f"What happened to {entry['id']}", title_justify="left", box=None)
-    for name in ("step", "where", "time", "", "what"):
+    for name in ("step", "where", "time", "", "what")[: 5 if details else 4]:
         made.add_column(name, justify="right" if name == "time" else "left", no_wrap=True)
     for row in rows:
-        bar = _bar(row, entry["total_s"])
-        made.add_row(row.name, row.where, _time(row.seconds), bar, row.detail)
+        cells = [row.name, row.where, _time(row.seconds), _bar(row, entry["total_s"], bar)]
+        made.add_row(*cells, *([row.detail] if details else []))
     summary = f"TTFT {_time(line['ttft_s'])}   TPOT {_time(line['tpot_s'])}"
     made.caption = f"{summary}   total {_time(entry['total_s'])}"
     made.caption_justify = "left"
     return made
 
 
-def _bar(step: Step, total_s: float) -> str:
+def _widest(texts: Iterable[str]) -> int:
+    return max(map(len, texts), default=0)
+
+
+def _bar(step: Step, total_s: float, width: int) -> str:
     """What takes any time at all has one cell."""
-    scale = _BAR / total_s if total_s > 0 else 0.0
-    start = min(_BAR - 1, int(step.start_s * scale))
+    scale = width / total_s if total_s > 0 else 0.0
+    start = min(width - 1, int(step.start_s * scale))
     length = max(1, round(step.seconds * scale)) if step.seconds > 0 else 0
-    return " " * start + "█" * min(length, _BAR - start)
+    return " " * start + "█" * min(length, width - start)
 
 
 def _time(seconds: float | None) -> str:

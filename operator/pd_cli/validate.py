@@ -15,9 +15,9 @@ _BAD_FILE = 2
 def command(file: Path) -> None:
     """Check a PDCluster file. Exit code 2 when something is wrong with it.
 
-    What is right for Kubernetes is right here, even where this machine can't run it.
+    What is right for Kubernetes is right here; that this machine can't run it is a note.
     """
-    from pd_cli import document
+    from pd_cli import document, session
     from pd_operator import api
 
     try:
@@ -30,3 +30,8 @@ def command(file: Path) -> None:
             click.echo(f"{file}: {one}", err=True)
         sys.exit(_BAD_FILE)
     click.echo(f"{file}: PDCluster {cluster.name} is valid")
+    try:
+        session.check_here(cluster)
+    except api.InvalidCluster as error:
+        for one in error.errors:
+            click.echo(f"{file}: this machine can't run it: {one}", err=True)

@@ -151,7 +151,7 @@ def _problem(pod: Manifest) -> Problem | None:
 def _container_problem(status: Manifest) -> Problem | None:
     waiting = status.get("state", {}).get("waiting")
     if waiting is None:
-        return None
+        return _restarting(status)
     reason = waiting.get("reason", "")
     if reason in _IMAGE_REASONS:
         message = waiting.get("message", "can't be pulled")
@@ -161,6 +161,16 @@ def _container_problem(status: Manifest) -> Problem | None:
     if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
         return Problem(reason, f"{status['name']}: {waiting.get('message', '')}")
     return None
+
+
+def _restarting(status: Manifest) -> Problem | None:
+    """One that runs again after a crash: until it is ready, why it crashed is what counts."""
+    ended = status.get("lastState", {}).get("terminated") or {}
+    if status.get("ready") or "running" not in status.get("state", {}):
+        return None
+    if not status.get("restartCount") or not ended.get("exitCode"):
+        return None
+    return Problem("ContainerRestarting", f"{status['name']} {_how_it_ended(status)}")
 
 
 def _how_it_ended(status: Manifest) -> str:

@@ -129,14 +129,17 @@ def test_a_request_without_tokens() -> None:
     assert steps[-1].seconds == 0
 
 
-def test_the_table_names_everything() -> None:
+@pytest.mark.parametrize(("width", "details"), [(140, True), (100, True), (80, False), (64, False)])
+def test_the_table_fits_and_names_everything(width: int, details: bool) -> None:
     file = StringIO()
-    out = Console(file=file, width=140)
-    out.print(timeline.table(entry()))
+    out = Console(file=file, width=width)
+    out.print(timeline.table(entry(), width))
     text = file.getvalue()
-    for part in ("queue", "q-p-1-0", "400.0 ms", "2.1 MiB", "q-d-1-0", "TTFT 450.0 ms", "█"):
+    for part in ("queue", "prefill", "q-p-1-0", "400.0 ms", "q-d-1-0", "TTFT 450.0 ms", "█"):
         assert part in text
+    assert ("2.1 MiB of KV, beside the prefill" in text) == details
     assert "TPOT 30.0 ms" in text
+    assert "…" not in text
 
 
 def progress(terminal: Terminal) -> None:

@@ -69,7 +69,8 @@ def pod(
     }
     if terminating:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    status: dict[str, Any] = {"name": "engine", "image": "engine:1", "restartCount": 0}
+    status: dict[str, Any] = {"name": "engine", "image": "engine:1", "ready": ready}
+    status["restartCount"] = 1 if terminated else 0
     status["state"] = {"waiting": waiting} if waiting else {"running": {}}
     status["lastState"] = {"terminated": terminated} if terminated else {}
     return {

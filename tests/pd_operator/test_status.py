@@ -116,6 +116,11 @@ TROUBLES: dict[str, tuple[dict[str, Any], str, str]] = {
         "CrashLoopBackOff",
         "engine ended with exit code 1: KeyError: 'rope'",
     ),
+    "running again": (
+        {"terminated": {"exitCode": 1, "message": "ModelError: config.json is missing"}},
+        "ContainerRestarting",
+        "engine ended with exit code 1: ModelError: config.json is missing",
+    ),
     "config": (
         {"waiting": {"reason": "CreateContainerConfigError", "message": "no secret hub"}},
         "CreateContainerConfigError",
@@ -139,6 +144,15 @@ def test_what_keeps_a_pod_from_being_ready(name: str) -> None:
         f"0 of 1 ready; {where}: {message}",
     )
     assert condition(made, "Ready")[1] == reason
+
+
+def test_a_pod_that_is_ready_again_has_no_problem() -> None:
+    wanted = rendered(cluster())
+    objects = without(running(wanted), "decode")
+    objects.append(pod(pool_set(wanted, Role.DECODE), 0, terminated={"exitCode": 137}))
+    made = status_of(cluster(), objects)
+    assert condition(made, "Degraded")[0] == "False"
+    assert condition(made, "Ready")[0] == "True"
 
 
 def test_a_pod_that_no_node_can_take() -> None:
