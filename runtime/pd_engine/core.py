@@ -21,6 +21,7 @@ from pd_engine import wire
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane
 from pd_engine.metrics import Metrics
 from pd_engine.outbox import Outbox
+from pd_engine.pace import StepPace
 from pd_engine.scheduler import Scheduler
 from pd_engine.settings import Settings
 from pd_engine.types import (
@@ -51,12 +52,17 @@ class StepRunner(Protocol):
 
     layout: KvLayout
     vocab_size: int
+    prefill_tokens_per_s: float
 
     def step(self, batch: Batch, on_layers: "LayerCallback | None" = None) -> StepOutput: ...
 
 
 class LayerCallback(Protocol):
     def __call__(self, first: int, end: int) -> None: ...
+
+
+class _Abandoned(Exception):
+    """Everybody whom the step in flight was for has gone."""
 
 
 @dataclass(slots=True)
@@ -99,6 +105,9 @@ class EngineCore:
         self._next_stream = 1
         self._wake = asyncio.Event()
         self._clock = _StepClock()
+        self._pace = StepPace(settings.max_step_s, runner.prefill_tokens_per_s)
+        self._gone: set[RequestKey] = set()  # cancelled while the step in flight runs
+        self._abandoned = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="step")
         self._loop = asyncio.get_running_loop()
         self.draining = False
@@ -184,8 +193,12 @@ class EngineCore:
     def _cancel(self, key: RequestKey) -> None:
         """Ends a request without a word to the router; unknown keys are ended already."""
         live = self._live.pop(key, None)
-        if live is not None:
-            self._drop(key, live)
+        if live is None:
+            return
+        self._drop(key, live)
+        if self._clock.began is not None:
+            self._gone.add(key)
+            self._abandoned = self.scheduler.flight_keys() <= self._gone
 
     def _drop(self, key: RequestKey, live: _Live) -> None:
         """Frees what a request holds, here and in the plane."""
@@ -210,7 +223,7 @@ class EngineCore:
         """Steps while there is work; ends after `stop`."""
         while not self._stopping:
             self._poll()
-            batch = self.scheduler.schedule(time.monotonic())
+            batch = self.scheduler.schedule(time.monotonic(), self._pace.budget_tokens())
             if batch is None:
                 await self._idle()
                 continue
@@ -219,15 +232,23 @@ class EngineCore:
 
     async def _run_step(self, batch: Batch) -> None:
         self._open_exports(batch)
+        self._gone.clear()
+        self._abandoned = False
         began = self._clock.began = time.monotonic()
         try:
             output = await self._loop.run_in_executor(self._thread, self._step, batch)
+        except _Abandoned:
+            failure = Failure(FailureKind.CLIENT_GONE, "cancelled")
+            events = self.scheduler.fail_batch(batch, failure, time.monotonic())
         except Exception as error:
             log.exception("step=%d failed", batch.step)
             failure = Failure(FailureKind.STEP_FAILED, f"{type(error).__name__}: {error}")
             events = self.scheduler.fail_batch(batch, failure, time.monotonic())
         else:
             events = self.scheduler.absorb(batch, output, time.monotonic())
+            if any(len(row.token_ids) > 1 for row in batch.rows):
+                tokens = sum(len(row.token_ids) for row in batch.rows)
+                self._pace.observe(tokens, time.monotonic() - began)
         finally:
             ended = time.monotonic()
             self._clock.began = None
@@ -255,11 +276,14 @@ class EngineCore:
             and (live := self._live.get(key)) is not None
             and live.exporting
         ]
-        if not exports:
+        if all(len(row.token_ids) == 1 for row in batch.rows) and not exports:
             return self._runner.step(batch)
 
         def on_layers(first: int, end: int) -> None:
-            self._loop.call_soon_threadsafe(self._layers_final, exports, first, end)
+            if self._abandoned:
+                raise _Abandoned
+            if exports:
+                self._loop.call_soon_threadsafe(self._layers_final, exports, first, end)
 
         return self._runner.step(batch, on_layers)
 

@@ -211,8 +211,10 @@ class Scheduler:
 
     # ---- a step begins -------------------------------------------------------------
 
-    def schedule(self, now: float) -> Batch | None:
-        """The next step's work, or None. Decoding goes first, then prompts in chunks.
+    def schedule(self, now: float, max_tokens: int | None = None) -> Batch | None:
+        """The next step's work, or None. Decoding goes first, then prompts in chunks, together
+        `max_tokens` where that is less than the configured most; decoding leaves a block's
+        worth to prompts in any case.
 
         What it has to report (a preempted sequence that is too long to compute again) comes
         with the next call that returns events.
@@ -222,6 +224,8 @@ class Scheduler:
             raise AssertionError(f"step {held.flight.step} is still in flight")
         plan, copies = self._plan_decodes()
         budget = self.cfg.max_batch_tokens - len(plan)
+        if max_tokens is not None:
+            budget = min(budget, max(self.pool.block_tokens, max_tokens - len(plan)))
         plan += self._plan_prompts(self._admit_prompts(budget, now), budget)
         # A request may have failed after its first sequences were planned.
         steps = [(seq, seq.row(count)) for seq, count in plan if seq.task.stage is not Stage.OVER]
@@ -479,6 +483,10 @@ class Scheduler:
     def key_of(self, seq_id: int) -> RequestKey | None:
         """Whose row this is in the batch in flight. May be asked in the step's thread."""
         return self._held.keys.get(seq_id)
+
+    def flight_keys(self) -> frozenset[RequestKey]:
+        """Whose rows are in the step in flight."""
+        return frozenset(self._held.keys.values())
 
     def prefixes(self) -> tuple[bytes, ...]:
         """All hashes in the prefix cache."""

@@ -34,6 +34,7 @@ class Settings:
     kv_cache_fraction: float
     drain_timeout_s: float
     step_timeout_s: float
+    max_step_s: float
     threads: int
     kv_lease_s: float
 
@@ -120,6 +121,12 @@ def parse(argv: Sequence[str]) -> Settings:
         type=_seconds,
         default=300.0,
         help="a step that takes longer turns liveness red",
+    )
+    p.add_argument(
+        "--max-step-s",
+        type=_seconds,
+        default=0.5,
+        help="a step takes no more of the prompts than it computes in this time",
     )
     p.add_argument("--threads", type=_at_least(0), default=0, help="0: torch's default")
     p.add_argument("--kv-lease-s", type=_seconds, default=30.0)

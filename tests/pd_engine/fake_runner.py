@@ -52,6 +52,7 @@ class FakeRunner:
         self.started = threading.Event()
         self.fail_next: Exception | None = None
         self.steps = 0
+        self.layers_written = 0  # by steps that were not abandoned before
 
     def step(self, batch: Batch, on_layers: Callable[[int, int], None] | None = None) -> StepOutput:
         self.steps += 1
@@ -68,6 +69,7 @@ class FakeRunner:
                 self._write(row, layer)
             if on_layers is not None:
                 on_layers(layer, layer + 1)
+            self.layers_written += 1
         return StepOutput({row.seq_id: self._draw(row) for row in batch.rows if row.samples})
 
     def _write(self, row: Row, layer: int) -> None:

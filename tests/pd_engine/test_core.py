@@ -401,6 +401,44 @@ def test_a_grant_that_nobody_fills_expires_by_itself() -> None:
     asyncio.run(run())
 
 
+def test_a_step_whose_requests_have_all_gone_is_left() -> None:
+    async def run() -> None:
+        async with pair(chunk_tokens=0) as (_, d):
+            gate = d.hold_steps()
+            for handle in (1, 2):
+                prompt = list(range(handle * 100, handle * 100 + 30))
+                d.send(generate=generate(handle, prompt, prefill_here=True))
+            await d.until(d.runner.started.is_set)
+            d.send(cancel=pb.Cancel(handle=1))
+            d.send(cancel=pb.Cancel(handle=2))
+            gate.release(1)
+            await d.idle()
+            assert d.runner.layers_written == 0
+            # Nothing half-way computed is in the prefix cache.
+            gate.release(100)
+            d.send(generate=generate(3, list(range(100, 130)), prefill_here=True))
+            assert (await d.event("prefilled", 3)).cached_tokens == 0
+            assert await d.tokens(3, 0, 7) == reference(list(range(100, 130)), 8)[1:]
+
+    asyncio.run(run())
+
+
+def test_a_step_goes_on_for_those_who_stay() -> None:
+    async def run() -> None:
+        async with pair(chunk_tokens=0) as (_, d):
+            gate = d.hold_steps()
+            prompts = {h: list(range(h * 100, h * 100 + 30)) for h in (1, 2)}
+            for handle, prompt in prompts.items():
+                d.send(generate=generate(handle, prompt, prefill_here=True))
+            await d.until(d.runner.started.is_set)
+            d.send(cancel=pb.Cancel(handle=1))
+            gate.release(100)
+            assert await d.tokens(2, 0, 7) == reference(prompts[2], 8)[1:]
+            await d.idle()
+
+    asyncio.run(run())
+
+
 def test_wrong_roles_are_refused() -> None:
     async def run() -> None:
         async with pair() as (p, d):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pd_core.failures import FailureKind
+from pd_core.failures import Failure, FailureKind
 from pd_engine.types import Finish, Mode, Prefilled, SampleSpec
 from tests.pd_engine.scheduler_cases import add, begin, config, prompt, refused, step_rows, world
 from tests.pd_engine.scheduler_world import Client
@@ -213,6 +213,19 @@ def test_a_more_urgent_prompt_gets_the_budget_first() -> None:
     assert step_rows(w) == [(1, 0, 16)]
     assert step_rows(w) == [(1, 16, 4), (0, 16, 12)]
     w.finish()
+
+
+def test_a_steps_own_limit_cuts_prompts_but_never_to_nothing() -> None:
+    w = world(max_batch_tokens=64)
+    add(w, prompt(40))
+    batch = w.scheduler.schedule(w.now, max_tokens=10)
+    assert batch is not None
+    assert [len(row.token_ids) for row in batch.rows] == [10]
+    w.scheduler.fail_batch(batch, Failure(FailureKind.STEP_FAILED, "x"), w.now)
+    add(w, prompt(40, 2))
+    batch = w.scheduler.schedule(w.now, max_tokens=1)
+    assert batch is not None
+    assert [len(row.token_ids) for row in batch.rows] == [w.scheduler.pool.block_tokens]
 
 
 def test_small_requests_dont_overtake_a_large_one() -> None:
