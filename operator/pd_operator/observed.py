@@ -8,6 +8,7 @@ from pd_operator.api import Role
 from pd_operator.podparts import Manifest
 from pd_operator.podspec import REVISION_LABEL, ROLE_LABEL, ROUTER
 
+_SIGNALLED = 128
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 
 
@@ -175,6 +176,9 @@ def _restarting(status: Manifest) -> Problem | None:
 
 def _how_it_ended(status: Manifest) -> str:
     ended: Any = status.get("lastState", {}).get("terminated") or {}
+    code = ended.get("exitCode", "unknown")
+    if isinstance(code, int) and code > _SIGNALLED:  # its last line had no part in that
+        return f"was killed by signal {code - _SIGNALLED}"
     lines = [line for line in str(ended.get("message", "")).splitlines() if line.strip()]
-    how = f"ended with exit code {ended.get('exitCode', 'unknown')}"
+    how = f"ended with exit code {code}"
     return f"{how}: {lines[-1].strip()}" if lines else how

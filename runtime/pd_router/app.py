@@ -19,7 +19,7 @@ from pd_router.answer import Run
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal, Record
 from pd_router.metrics import Metrics
-from pd_router.openai import ApiError, Ask, parse_chat, parse_completion
+from pd_router.openai import ApiError, Ask, invalid, parse_chat, parse_completion
 from pd_router.prepare import sampling_for, tokenize
 from pd_router.replies import DONE, Replies
 from pd_router.texts import Texts
@@ -201,6 +201,8 @@ class RouterApp:
                 record.run.cancel()
 
     async def _run(self, exchange: Exchange, ask: Ask, record: Record) -> None:
+        if ask.stream and exchange.http_version == "1.0":
+            raise invalid("stream", "Streaming needs HTTP/1.1; this request came by HTTP/1.0.")
         stack = self._texts.current
         if stack is None:
             with self._metrics.held.track_inprogress():

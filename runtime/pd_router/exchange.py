@@ -31,6 +31,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
+        self.http_version: str = scope["http_version"]
         self.own_id = secrets.token_hex(12)
         self.status = 0  # 0: nothing sent yet
         self.complete = False  # the last byte is out

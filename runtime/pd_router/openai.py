@@ -333,11 +333,24 @@ def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
+        # It is found at the first wrong field, so before a syntax error that comes later.
+        _check_syntax(body)
         raise _mismatch(str(error)) from None
+    except (msgspec.DecodeError, RecursionError):
+        _check_syntax(body)
+        raise invalid(None, "The body isn't valid JSON.", "invalid_json") from None
+
+
+def _check_syntax(body: bytes) -> None:
+    """ApiError unless the body is JSON."""
+    try:
+        msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         message = f"The body isn't valid JSON: {error}"
     except RecursionError:
         message = "The body's JSON is nested too deeply."
+    else:
+        return
     raise invalid(None, message, "invalid_json")
 
 
@@ -405,13 +418,15 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
         raise invalid(
             "prompt", f"'prompt' has {len(prompt)} prompts, at most {MAX_PROMPTS} are taken."
         )
-    prompts: list[Prompt] = []
     for index, item in enumerate(prompt):
-        if isinstance(item, int) or type(item) is not type(prompt[0]):
+        if type(item) is not type(prompt[0]):
             path = f"prompt[{index}]"
             raise invalid(path, f"'{path}' isn't of the same kind as 'prompt[0]'.", "invalid_type")
-        prompts.append(item if isinstance(item, str) else tuple(item))
-    return tuple(prompts)
+    return tuple(
+        item if isinstance(item, str) else tuple(item)
+        for item in prompt
+        if not isinstance(item, int)
+    )
 
 
 _ROLES = ("system", "developer", "user", "assistant")

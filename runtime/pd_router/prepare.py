@@ -8,6 +8,12 @@ from pd_router.openai import MOST_TOKENS, ApiError, Ask, invalid
 from pd_router.text import TemplateFailed, TextStack
 from pd_router.types import Limits, Sampling
 
+_HEAD_CHARS_A_TOKEN = 16
+"""A text's head of so many characters for each token that fits has more tokens than fit,
+unless it is very uniform."""
+_CUT_TOKENS = 16
+"""By so many, generously, a head's tokens may differ from the whole text's."""
+
 
 async def tokenize(
     ask: Ask, stack: TextStack, limits: Limits | None, pool: ThreadPoolExecutor
@@ -18,14 +24,14 @@ async def tokenize(
             text = stack.render(ask.messages)
         except TemplateFailed as error:
             raise invalid("messages", str(error), "chat_template_error") from None
-        _refuse_hopeless(ask, stack, text, limits)
+        await _refuse_hopeless(ask, stack, text, limits, pool)
         # The template writes all special tokens itself.
         prompts = [await stack.encode(text, pool, add_special_tokens=False)]
     else:
         prompts = []
         for number, prompt in enumerate(ask.prompts):
             if isinstance(prompt, str):
-                _refuse_hopeless(ask, stack, prompt, limits)
+                await _refuse_hopeless(ask, stack, prompt, limits, pool)
                 prompts.append(await stack.encode(prompt, pool, add_special_tokens=True))
             else:
                 where = "prompt" if len(ask.prompts) == 1 else f"prompt[{number}]"
@@ -65,10 +71,19 @@ def sampling_for(
     )
 
 
-def _refuse_hopeless(ask: Ask, stack: TextStack, text: str, limits: Limits | None) -> None:
-    """Spares a text that can't fit the seconds that encoding it would take."""
+async def _refuse_hopeless(
+    ask: Ask, stack: TextStack, text: str, limits: Limits | None, pool: ThreadPoolExecutor
+) -> None:
+    """Spares a text that can't fit the seconds and the memory that encoding it would take."""
+    if limits is None:
+        return
+    most = min(limits.context_tokens, limits.pool_tokens)
     least = stack.least_tokens(text)
-    if limits is not None and least > min(limits.context_tokens, limits.pool_tokens):
+    head = most * _HEAD_CHARS_A_TOKEN
+    if least <= most and len(text) > 2 * head:
+        ids = await stack.encode(text[:head], pool, add_special_tokens=False)
+        least = len(ids) - _CUT_TOKENS
+    if least > most:
         _room(ask, least, limits, "at least ")
 
 

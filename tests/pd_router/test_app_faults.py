@@ -221,10 +221,11 @@ def test_a_prompt_that_does_not_fit_is_refused_with_the_numbers(limits: Limits, 
     go(scenario())
 
 
-def test_a_hopelessly_long_text_is_refused_before_it_is_encoded() -> None:
+@pytest.mark.parametrize("text", ["a" * 1_000_000, "a " * 500_000, "\n" * 1_000_000])
+def test_a_hopelessly_long_text_is_refused_before_it_is_encoded(text: str) -> None:
     async def scenario() -> None:
         async with rig() as r:
-            messages = [{"role": "user", "content": "a" * 1_000_000}]
+            messages = [{"role": "user", "content": text}]
             response = await post(r, ask(messages=messages))
             assert response.status == 400
             error = await error_of(response)
@@ -373,6 +374,25 @@ def test_a_client_that_goes_frees_all(stage: str, stream: bool) -> None:
             assert r.app.running == 0
             if stage != "bundle":
                 await works(r)
+
+    go(scenario())
+
+
+def test_http_1_0_has_no_streams() -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+            reader, writer = await asyncio.open_connection(r.http.host, r.http.port)
+            body = json.dumps(ask(stream=True)).encode()
+            head = b"POST %s HTTP/1.0\r\ncontent-length: %d\r\n\r\n"
+            writer.write(head % (CHAT.encode(), len(body)) + body)
+            async with asyncio.timeout(10):
+                answer = await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            assert answer.split()[1] == b"400"
+            assert b"Streaming needs HTTP/1.1" in answer
+            assert b"transfer-encoding" not in answer
+            await works(r)
 
     go(scenario())
 

@@ -256,7 +256,7 @@ def test_chat_refusals(fields: dict[str, Any], param: str | None, code: str | No
         ({"prompt": None}, "prompt"),
         ({"prompt": {}}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt[1]"),
-        ({"prompt": [1, "a"]}, "prompt[0]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
         ({"prompt": [[1], "a"]}, "prompt[1]"),
         ({"prompt": [[1], [2.5]]}, "prompt[1][0]"),
         ({"prompt": ["a"] * 65}, "prompt"),
@@ -282,6 +282,8 @@ def test_completion_refusals(fields: dict[str, Any], param: str) -> None:
         b'{"model": "\\ud800", "messages": []}',
         b'{"model": "m", "temperature": NaN, "messages": []}',
         b'{"model": "m", "messages": []} and more',
+        b'{"unknown":',
+        b'{"messages": [[[',
         b"\xef\xbb\xbf{}",
     ],
 )

@@ -221,12 +221,12 @@ class Container:
             return
         delay_s = self._context.backoff.delay_s(self._ends_in_a_row)
         ended = self._last_state["terminated"]
-        how = f"exit code {ended['exitCode']}"
-        if ended["message"]:
+        how = f"ended, exit code {ended['exitCode']}"
+        if ended["exitCode"] > _NOT_STARTED:  # its last words had no part in that
+            how = f"was killed by signal {ended['exitCode'] - _NOT_STARTED}"
+        elif ended["message"]:
             how += f": {ended['message']}"
-        self._context.say(
-            self._context.name, f"{self.name} ended, {how}; starting again in {delay_s:g} s"
-        )
+        self._context.say(self._context.name, f"{self.name} {how}; starting again in {delay_s:g} s")
         if self._ends_in_a_row > 1 or ended["exitCode"] == _NOT_STARTED:
             message = f"back-off {delay_s:g} s restarting failed container {self.name}"
             self._set_state({"waiting": {"reason": "CrashLoopBackOff", "message": message}})
