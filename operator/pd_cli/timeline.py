@@ -8,7 +8,7 @@ from rich.table import Table
 
 _BAR = 32
 _LEAST_BAR = 8
-_GAPS = 8  # rich's padding between five columns
+_GAPS = 10  # around the cells of five columns
 
 
 @dataclass(frozen=True, slots=True)

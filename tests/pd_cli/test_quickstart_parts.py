@@ -129,7 +129,7 @@ def test_a_request_without_tokens() -> None:
     assert steps[-1].seconds == 0
 
 
-@pytest.mark.parametrize(("width", "details"), [(140, True), (100, True), (80, False), (64, False)])
+@pytest.mark.parametrize(("width", "details"), [(140, True), (100, True), (80, True), (64, False)])
 def test_the_table_fits_and_names_everything(width: int, details: bool) -> None:
     file = StringIO()
     out = Console(file=file, width=width)
