@@ -32,8 +32,9 @@ async def stream(
         raise ChatFailed(f"can't connect to {host}:{port}: {error}") from error
     try:
         data = json.dumps({**body, "stream": True}).encode()
+        # The router sends whole events a chunk, so chunk sizes are lines of their own.
         head = (
-            f"POST /v1/chat/completions HTTP/1.0\r\nHost: {host}:{port}\r\n"
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         )
         writer.write(head.encode() + data)
