@@ -349,7 +349,11 @@ class Exports:
     # ---- helpers ----------------------------------------------------------------------
 
     def _next_push(self, export: _Export) -> PushJob | None:
-        """The earliest blocks that are final and unsent, of as many layers as share them."""
+        """The earliest blocks that are final and unsent, of as many layers as share them.
+
+        A piece that will grow when the step's next layer is final waits until it fills a
+        frame: each frame takes some of the target's core, however small it is.
+        """
         layers = range(self._layout.layers)
         waiting = [x for x in layers if export.sent[x] < export.ready[x]]
         if not waiting:
@@ -359,10 +363,14 @@ class Exports:
         end = start + 1
         while end in layers and export.sent[end] == sent < export.ready[end]:
             end += 1
+        grows = end in layers and export.sent[end] == sent
+        blocks = min(export.ready[start:end]) - sent
+        if grows and (end - start) * blocks * self._layout.layer_bytes < self._limits.frame_bytes:
+            return None
         count = self._layers_a_frame(end - start)
         ready = min(export.ready[start : start + count])
         slice_bytes = count * self._layout.layer_bytes
-        fit = max(1, self._limits.max_frame_bytes // slice_bytes)
+        fit = max(1, self._limits.frame_bytes // slice_bytes)
         blocks = min(ready - sent, fit)
         return PushJob(
             KvRange(start, count, sent, blocks),
@@ -372,7 +380,7 @@ class Exports:
 
     def _layers_a_frame(self, layers: int) -> int:
         """All layers of a block if they fit into a frame, else even parts of them."""
-        most = max(1, self._limits.max_frame_bytes // self._layout.layer_bytes)
+        most = max(1, self._limits.frame_bytes // self._layout.layer_bytes)
         frames = -(-layers // most)
         return -(-layers // frames)
 

@@ -144,4 +144,4 @@ class ExportLimits:
 
     send_s: float = 10.0  # for the target to take one frame
     verdict_s: float = 30.0  # from the seal to the target's verdict
-    max_frame_bytes: int = 512 * KIB  # payload; one slice (a layer of a block) is the least
+    frame_bytes: int = 1024 * KIB  # payload; one slice (a layer of a block) is the least

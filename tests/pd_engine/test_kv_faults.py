@@ -28,7 +28,7 @@ from tests.pd_engine.kv_rig import LAYOUT, WAIT_S, Transfer, Worker, pair, targe
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
-SMALL_FRAMES = KvSettings(exports=ExportLimits(max_frame_bytes=LAYOUT.block_bytes), tick_s=0.02)
+SMALL_FRAMES = KvSettings(exports=ExportLimits(frame_bytes=LAYOUT.block_bytes), tick_s=0.02)
 BIG = KvLayout("m", "float32", block_tokens=16, layers=4, kv_heads=8, head_dim=64)
 """Blocks of 256 KiB: more than socket buffers hold, when there are many."""
 

@@ -57,7 +57,7 @@ SHAPES = {
 @pytest.mark.parametrize("frame_kib", [1, 64, 512])
 def test_bytes_arrive(loop_run: Run, shape: str, frame_kib: int) -> None:
     layout = SHAPES[shape]
-    settings = KvSettings(exports=ExportLimits(max_frame_bytes=frame_kib * 1024))
+    settings = KvSettings(exports=ExportLimits(frame_bytes=frame_kib * 1024))
     block = layout.block_tokens
 
     async def body() -> None:
@@ -270,7 +270,7 @@ def test_targets_that_make_no_sense_are_refused_at_once(loop_run: Run) -> None:
 def test_the_rate_is_kept(loop_run: Run) -> None:
     size = 40 * LAYOUT.block_bytes
     settings = KvSettings(
-        exports=ExportLimits(max_frame_bytes=4096), kv_rate_limit_bytes_s=size / 0.4
+        exports=ExportLimits(frame_bytes=4096), kv_rate_limit_bytes_s=size / 0.4
     )
 
     async def body() -> None:
@@ -382,7 +382,7 @@ def test_a_callback_that_raises_stops_nobody(
 
 def test_the_rate_can_be_limited_later(loop_run: Run) -> None:
     async def body() -> None:
-        async with pair(KvSettings(exports=ExportLimits(max_frame_bytes=4096))) as workers:
+        async with pair(KvSettings(exports=ExportLimits(frame_bytes=4096))) as workers:
             prefill, decode = workers
             size = 40 * LAYOUT.block_bytes
             prefill.plane.limit_rate(size / 0.2)

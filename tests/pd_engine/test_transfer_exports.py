@@ -30,7 +30,7 @@ TARGET = Target("127.0.0.1:1", "epoch", GRANT)
 def exports(
     tokens: int = 10, prefix_tokens: int = 0, frame_slices: int = 12, layout: KvLayout = LAYOUT
 ) -> Exports:
-    limits = ExportLimits(send_s=10, verdict_s=20, max_frame_bytes=frame_slices * SLICE)
+    limits = ExportLimits(send_s=10, verdict_s=20, frame_bytes=frame_slices * SLICE)
     made = Exports(layout, Digest, limits)
     target = replace(TARGET, prefix_tokens=prefix_tokens)
     blocks = tuple(range(200, 200 + layout.blocks_for(tokens)))
@@ -63,23 +63,33 @@ def test_only_whole_blocks_travel_until_the_prompt_is_computed() -> None:
 
 
 def test_layers_travel_when_they_are_final() -> None:
-    made = exports()
+    made = exports(frame_slices=2)
+    made.progress(KEY, 4, 0, 2, 1.0)
+    assert send_all(made) == [KvRange(0, 2, 0, 1)]
+    made.progress(KEY, 4, 2, 6, 1.0)
+    assert send_all(made) == [KvRange(2, 2, 0, 1), KvRange(4, 2, 0, 1)]
     made.progress(KEY, 8, 0, 2, 1.0)
-    assert send_all(made) == [KvRange(0, 2, 0, 2)]
-    made.progress(KEY, 8, 2, 6, 1.0)
-    assert send_all(made) == [KvRange(2, 4, 0, 2)]
-    made.progress(KEY, 10, 0, 3, 1.0)
     made.progress(KEY, 4, 0, 6, 1.0)  # an old word changes nothing
-    assert send_all(made) == [KvRange(0, 3, 2, 1)]
-    made.progress(KEY, 10, 3, 6, 1.0)
-    assert send_all(made) == [KvRange(3, 3, 2, 1)]
+    assert send_all(made) == [KvRange(0, 2, 1, 1)]
+
+
+def test_a_piece_that_will_grow_waits_until_it_fills_a_frame() -> None:
+    made = exports(frame_slices=8)
+    made.progress(KEY, 8, 0, 3, 1.0)
+    assert send_all(made) == []  # 6 slices
+    made.progress(KEY, 8, 3, 4, 1.0)
+    assert send_all(made) == [KvRange(0, 4, 0, 2)]
+    made.progress(KEY, 8, 4, 5, 1.0)
+    assert send_all(made) == []
+    made.progress(KEY, 8, 5, 6, 1.0)
+    assert send_all(made) == [KvRange(4, 2, 0, 2)]  # the last layer: it won't grow
 
 
 def test_earlier_blocks_go_before_later_layers() -> None:
     made = exports(frame_slices=6)
-    made.progress(KEY, 10, 0, 2, 1.0)
-    made.progress(KEY, 4, 2, 6, 1.0)
-    assert send_all(made) == [KvRange(0, 6, 0, 1), KvRange(0, 2, 1, 2)]
+    made.progress(KEY, 10, 0, 3, 1.0)
+    made.progress(KEY, 4, 3, 6, 1.0)
+    assert send_all(made) == [KvRange(0, 6, 0, 1), KvRange(0, 3, 1, 2)]
 
 
 def test_frames_are_bounded_and_even() -> None:

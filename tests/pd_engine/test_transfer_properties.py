@@ -96,7 +96,7 @@ class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.imports = im.Imports(LAYOUT, Digest, ImportLimits(lease_s=LEASE_S))
-        self.exports = ex.Exports(LAYOUT, Digest, ExportLimits(max_frame_bytes=7 * SLICE))
+        self.exports = ex.Exports(LAYOUT, Digest, ExportLimits(frame_bytes=7 * SLICE))
         self.free = list(range(POOL))
         self.memory: dict[Cell, Content] = {}
         self.grants: dict[Key, Grant] = {}
@@ -509,7 +509,7 @@ def test_without_faults_all_arrives_once(
     tokens: int, prefix: int, frame_slices: int, calls: list[tuple[float, int, int, int]]
 ) -> None:
     world = World()
-    world.exports = ex.Exports(LAYOUT, Digest, ExportLimits(max_frame_bytes=frame_slices * SLICE))
+    world.exports = ex.Exports(LAYOUT, Digest, ExportLimits(frame_bytes=frame_slices * SLICE))
     key = world.open(tokens, prefix)
     assert key is not None
     (wire,) = world.wires
