@@ -1,6 +1,7 @@
 """`pdcluster status`: the columns of `kubectl get pdc`, for what runs on this machine."""
 
 import json
+import sys
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,7 +21,7 @@ def command(name: str | None, output: str) -> None:
         return
     if not states:
         click.echo(f"no PDCluster {name} is running" if name else "no PDCluster is running")
-        return
+        sys.exit(1 if name else 0)
     click.echo(_clusters(states))
     for line in () if name else _why_not_ready(states):
         click.echo(line)

@@ -60,7 +60,11 @@ class Exchange:
             )
 
     async def read_body(self, limit: int) -> bytes:
-        """The whole body: ApiError when it's too large or comes too slowly."""
+        """The whole body: ApiError when it's too large, compressed, or comes too slowly."""
+        encoding = self.header(b"content-encoding") or b"identity"
+        if encoding.lower() != b"identity":
+            message_text = "Compressed bodies aren't taken; leave Content-Encoding out."
+            raise ApiError(415, message_text, code="unsupported_encoding")
         length = self.header(b"content-length")
         if length is not None and int(length) > limit:
             raise _too_large(limit)

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pd_router.openai import ApiError
 from pd_router.settings import Address
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -60,7 +60,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self._head_bytes is None:
             return
         if self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(431, "The request's headers are too large.")
+            self._refuse(431, "The request's headers are too large.", "headers_too_large")
         elif self._timer is None and (self.cycle is None or self.cycle.response_complete):
             # Bytes that begin no request ended the wait for the next one: it goes on.
             self._set_timer(HEAD_DEADLINE_S)
@@ -100,17 +100,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._set_timer(LINGER_S)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        self._refuse(400, msg, "invalid_http")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, status: int, message: str, code: str) -> None:
         """Ends a connection that doesn't speak HTTP as we do."""
         self._refuses = True
         cycle = self.cycle
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.abort()  # anything more would stand inside that answer
             return
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        body = json.dumps({"error": error}).encode()
+        body = ApiError(status, message, code=code).body()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"

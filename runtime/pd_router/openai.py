@@ -120,7 +120,7 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: _Share | None = None
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     # Extensions under the names that vLLM gave them.
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: _Share | None = None
@@ -130,10 +130,10 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     # Harmless.
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
     # Taken only with a value that changes nothing (_HARMLESS).
     store: Any = None
@@ -295,6 +295,11 @@ def _ask(
         raise invalid("stream_options", "'stream_options' needs 'stream': true.")
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
         raise invalid("stop_token_ids", f"'stop_token_ids' takes at most {MAX_STOP_TOKENS} ids.")
+    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+        message = (
+            f"'min_tokens' is {request.min_tokens}, more than the {max_tokens} of 'max_tokens'."
+        )
+        raise invalid("min_tokens", message)
     seed = secrets.randbits(64) if request.seed is None else request.seed
     return Ask(
         kind=kind,

@@ -1,6 +1,7 @@
 """Between the router's own values and the messages of the protocol."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from pd_proto.v1 import engine_pb2 as pb
 from pd_router.fleet import LoadReport
@@ -37,16 +38,8 @@ def generate_to_pb(
 ) -> pb.Command:
     return pb.Command(
         generate=pb.Generate(
-            handle=handle,
-            id=pb.TransferId(request=request.request_id, attempt=action.side.attempt),
-            token_ids=action.token_ids,
-            prompt_tokens=len(request.token_ids),
-            choices=action.choices,
-            sampling=sampling,
-            deadline_s=action.deadline_s,
+            **_attempt(action, handle, request, sampling),
             grant_wait_s=action.grant_wait_s,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
             prefill_here=action.prefill_here,
         )
     )
@@ -62,15 +55,7 @@ def prefill_to_pb(
     """`decode`: how the worker that takes the KV announced itself."""
     return pb.Command(
         prefill=pb.Prefill(
-            handle=handle,
-            id=pb.TransferId(request=request.request_id, attempt=action.side.attempt),
-            token_ids=action.token_ids,
-            prompt_tokens=len(request.token_ids),
-            choices=action.choices,
-            sampling=sampling,
-            deadline_s=action.deadline_s,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
+            **_attempt(action, handle, request, sampling),
             target=pb.KvTarget(
                 worker=decode.worker,
                 epoch=decode.epoch,
@@ -83,6 +68,23 @@ def prefill_to_pb(
             lease_s=_LEASE_S,
         )
     )
+
+
+def _attempt(
+    action: OpenDecode | OpenPrefill, handle: int, request: GenerateRequest, sampling: pb.Sampling
+) -> dict[str, Any]:
+    """What both sides of an attempt are told."""
+    return {
+        "handle": handle,
+        "id": pb.TransferId(request=request.request_id, attempt=action.side.attempt),
+        "token_ids": action.token_ids,
+        "prompt_tokens": len(request.token_ids),
+        "choices": action.choices,
+        "sampling": sampling,
+        "deadline_s": action.deadline_s,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+    }
 
 
 def cancel_to_pb(handle: int) -> pb.Command:
@@ -142,6 +144,8 @@ def load_from_pb(load: pb.Load) -> LoadReport:
         kv_quarantined=load.kv_quarantined,
         step_s=load.step_s,
         steps=load.steps,
+        busy_s=load.busy_s,
+        computed_tokens=load.computed_tokens,
     )
 
 

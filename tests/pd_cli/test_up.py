@@ -89,6 +89,7 @@ def test_status_logs_and_down(run, tmp_path: Path) -> None:
             assert await pdcluster(tmp_path, "status") == (0, "no PDCluster is running\n")
             assert await pdcluster(tmp_path, "down") == (0, "no PDCluster is running\n")
             assert (await pdcluster(tmp_path, "down", "chat"))[0] == 1
+            assert (await pdcluster(tmp_path, "status", "chat"))[0] == 1
 
     run(scenario())
 

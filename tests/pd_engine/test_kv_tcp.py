@@ -269,9 +269,7 @@ def test_targets_that_make_no_sense_are_refused_at_once(loop_run: Run) -> None:
 
 def test_the_rate_is_kept(loop_run: Run) -> None:
     size = 40 * LAYOUT.block_bytes
-    settings = KvSettings(
-        exports=ExportLimits(frame_bytes=4096), kv_rate_limit_bytes_s=size / 0.4
-    )
+    settings = KvSettings(exports=ExportLimits(frame_bytes=4096), kv_rate_limit_bytes_s=size / 0.4)
 
     async def body() -> None:
         async with pair(settings) as (prefill, decode):

@@ -42,6 +42,16 @@ async def answered(
 # ---- bodies -----------------------------------------------------------------------------
 
 
+def test_a_compressed_body_is_refused() -> None:
+    async def scenario() -> None:
+        async with rig() as r, connected(r) as (reader, writer):
+            writer.write(head(CHAT, "POST", "content-encoding: gzip", length=len(BODY)) + BODY)
+            status, _, body = await answered(reader, writer)
+            assert (status, body["error"]["code"]) == (415, "unsupported_encoding")
+
+    go(scenario())
+
+
 def test_a_huge_body_is_refused_by_its_length_and_the_client_hears_it() -> None:
     """50 MB by a client that sends all of it before it listens; the connection lives on."""
 
@@ -231,6 +241,7 @@ def test_heads_are_bounded(whole: bool) -> None:
             writer.write(lines if not whole else b"x: " + b"y" * 70_000)
             status, headers, body = await answered(reader, writer)
             assert (status, headers["connection"]) == (431, "close")
+            assert body["error"]["code"] == "headers_too_large"
             assert "headers" in body["error"]["message"]
 
     go(scenario())

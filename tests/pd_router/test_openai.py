@@ -85,8 +85,19 @@ def test_null_is_as_if_absent() -> None:
 
 def test_seeds_are_64_bits_and_differ_when_absent() -> None:
     assert chat(seed=-1).seed == 2**64 - 1
-    assert chat(seed=10**30).seed == 10**30 % 2**64
+    assert refused(chat, seed=2**63).param == "seed"
     assert chat().seed != chat().seed
+
+
+def test_a_floor_above_the_limit_is_refused() -> None:
+    assert chat(min_tokens=5, max_tokens=5).min_tokens == 5
+    error = refused(chat, min_tokens=6, max_tokens=5)
+    assert (error.param, error.code) == ("min_tokens", "invalid_value")
+
+
+@pytest.mark.parametrize("name", ["user", "metadata", "safety_identifier", "prompt_cache_key"])
+def test_fields_that_change_nothing_have_their_type_all_the_same(name: str) -> None:
+    assert refused(chat, **{name: 3}).param == name
 
 
 @pytest.mark.parametrize(
