@@ -2,6 +2,7 @@
 goes to the workers for a request, and what comes back, streaming and not."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -30,6 +31,42 @@ async def streamed(r: Rig, **body: Any) -> list[dict[str, Any]]:
 def text_of(events: list[dict[str, Any]], choice: int = 0) -> str:
     choices = [c for event in events for c in event["choices"] if c["index"] == choice]
     return "".join(c["delta"].get("content", "") for c in choices)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x-prefiller-host-port",
+        "x-prefiller-hosts-ports",
+        "x-decoder-host-port",
+        "x-gateway-destination-endpoint",
+        "x-worker-id",
+        "x-worker-instance-id",
+        "x-prefill-instance-id",
+        "x-data-parallel-rank",
+        "x-sticky-session",
+        "x-forwarded-host",
+    ],
+)
+def test_headers_choose_no_worker(name: str) -> None:
+    """What workers hear of a request is the same with and without such a header."""
+
+    async def scenario() -> None:
+        async with rig() as r:
+            r.sessions.script = says(r.tokens("ok"))
+            body = {"model": MODEL, "messages": HI, "seed": 1}
+            address = (r.http.host, r.http.port, "POST", "/v1/chat/completions")
+            for headers in ({}, {name: "127.0.0.1:1"}):
+                response = await client.request(*address, body, headers)
+                assert response.status == 200
+                await response.body()
+                await response.close()
+            plain, given = (
+                replace(g.request, request_id="", deadline_s=1.0) for g in r.sessions.started
+            )
+            assert given == plain
+
+    go(scenario())
 
 
 # ---- whole and streamed answers ------------------------------------------------------

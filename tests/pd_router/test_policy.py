@@ -112,6 +112,18 @@ def test_a_burst_between_heartbeats_is_spread() -> None:
     assert sorted(got) == [("d-0", "p-0")] * 2 + [("d-1", "p-1")] * 2
 
 
+def test_a_hot_prefix_does_not_send_everything_to_one_worker() -> None:
+    workers = [p(0), p(1), p(2), d(0, kv_blocks=100_000)]
+    got = []
+    for _ in range(90):
+        found = placed(*workers, cached={"p-1": 36})
+        assert found.prefill is not None
+        got.append(found.prefill.name)
+        next(w for w in workers if w.id == found.prefill).assign_prefill(found.compute_tokens)
+    assert got[0] == "p-1"
+    assert all(got.count(f"p-{n}") >= 3 for n in range(3)), got  # by tokens: 4 against 40
+
+
 def test_only_equal_layouts_and_models_pair() -> None:
     other = p(0, layout_hash="other")
     assert choose(other, p(1, 999), d(0)) == ("d-0", "p-1")
