@@ -226,6 +226,8 @@ class Announcer:
                 kv_quarantined=load.kv_quarantined,
                 step_s=core.step_median_s(),
                 steps=core.steps,
+                busy_s=core.metrics.busy_s,
+                computed_tokens=core.metrics.computed_tokens,
             ),
         )
         self._feeds[address].fill(beat, core.scheduler.prefixes)

@@ -21,6 +21,8 @@ class Metrics:
     def __init__(self, model: str, role: str, worker: str) -> None:
         self.registry = CollectorRegistry()
         self._labels = {"model": model, "pool": role, "worker": worker}
+        self.busy_s = 0.0  # in steps, since the start
+        self.computed_tokens = 0
         names = tuple(self._labels)
 
         def counter(name: str, text: str, *extra: str) -> Counter:
@@ -75,6 +77,8 @@ class Metrics:
         self._step.labels(**self._labels).observe(seconds)
         computed = sum(len(row.token_ids) for row in batch.rows)
         self._step_tokens.labels(**self._labels).inc(computed)
+        self.busy_s += seconds
+        self.computed_tokens += computed
 
     def prefilled(self, event: Prefilled) -> None:
         own = self._labels

@@ -1,5 +1,6 @@
 """The admin port's application: metrics, sketches, debug pages. Not for clients."""
 
+from collections.abc import Callable
 from urllib.parse import parse_qs
 
 import msgspec
@@ -8,6 +9,7 @@ from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal
 from pd_router.metrics import CONTENT_TYPE, Metrics
 from pd_router.openai import ApiError
+from pd_router.signals import Queued
 from pd_router.types import WorkersApi
 
 _PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers")
@@ -15,12 +17,19 @@ _PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers
 
 class AdminApp:
     def __init__(
-        self, router: str, workers: WorkersApi, metrics: Metrics, journal: Journal
+        self,
+        router: str,
+        workers: WorkersApi,
+        metrics: Metrics,
+        journal: Journal,
+        queued: Callable[[], Queued] = Queued,
     ) -> None:
+        """`queued` tells what waits in admission at the moment."""
         self._router = router
         self._workers = workers
         self._metrics = metrics
         self._journal = journal
+        self._queued = queued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -44,7 +53,8 @@ class AdminApp:
         if exchange.path == "/health":
             return {"status": "ok"}
         if exchange.path == "/sketches":
-            return {"router": self._router} | self._metrics.sketches_json()
+            signals = self._metrics.signals_json(self._queued(), self._workers.signals())
+            return {"router": self._router} | signals
         if exchange.path == "/debug/workers":
             return {"workers": self._workers.snapshot()}
         given = parse_qs(exchange.query.decode("latin-1")).get("id")

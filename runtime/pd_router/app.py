@@ -168,6 +168,7 @@ class RouterApp:
         if self._draining:
             raise RequestFailure(FailureKind.DRAINING, "The router is shutting down; try again.")
         if len(self._running) >= self._settings.max_requests:
+            self._metrics.turned_away()
             message = f"{len(self._running)} requests are running, no more are taken."
             raise RequestFailure(FailureKind.OVERLOADED, message)
         stop = _Stop()
@@ -205,7 +206,7 @@ class RouterApp:
             raise invalid("stream", "Streaming needs HTTP/1.1; this request came by HTTP/1.0.")
         stack = self._texts.current
         if stack is None:
-            with self._metrics.held.track_inprogress():
+            with self._metrics.holding():
                 stack = await self._texts.get(self._settings.bundle_wait_s)
         limits = self._workers.limits()
         started = time.monotonic()

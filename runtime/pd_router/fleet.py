@@ -38,6 +38,8 @@ class LoadReport:
     kv_quarantined: int = 0
     step_s: float = 0.0
     steps: int = 0
+    busy_s: float = 0.0  # in steps, since the worker's start
+    computed_tokens: int = 0  # in these steps
 
     @property
     def kv_used(self) -> int:

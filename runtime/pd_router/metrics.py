@@ -1,15 +1,17 @@
 """What the router measures: prometheus metrics, and sketches that merge over routers."""
 
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from pd_core.failures import Failure, FailureKind
-from pd_core.sketch import WindowSketch
-from pd_router.types import Timeline
+from pd_router.signals import Queued, Signals
+from pd_router.types import GenerateRequest, Timeline
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
 # Seconds: 1 ms to 120 s, each about 1.5 times the one before.
@@ -20,8 +22,8 @@ _SECONDS = (
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5),
     *(10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0),
 )
-_WINDOW_S = 60.0
 _PREFIX = "pdcluster_router"
+_NOTHING = Queued()
 
 
 def prefill_pool(timeline: Timeline) -> str:
@@ -40,8 +42,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._clock = clock
-        self._ttft_sketch = WindowSketch(_WINDOW_S)
-        self._tpot_sketch = WindowSketch(_WINDOW_S)
+        self._signals = Signals(uuid.uuid4().hex, clock())
         self._ttft = self._histogram("ttft", "Request in to first text out")
         self._tpot = self._histogram("tpot", "Mean time between a choice's tokens")
         self._itl = self._histogram("itl", "Time between two tokens of a choice")
@@ -60,7 +61,7 @@ class Metrics:
         self._kv_bytes = self._counter("kv_bytes", "KV bytes handed over", "transport")
         self.running = self._gauge("running_requests", "Requests in the router now")
         self.ready = self._gauge("ready", "Whether a usable pair of workers is there")
-        self.held = self._gauge("held_requests", "Requests that wait for a first worker")
+        self._held = self._gauge("held_requests", "Requests that wait for a first worker")
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(
@@ -87,7 +88,25 @@ class Metrics:
 
     def first_text(self, timeline: Timeline, ttft_s: float) -> None:
         self._ttft.labels(self._model, prefill_pool(timeline)).observe(ttft_s)
-        self._ttft_sketch.add(ttft_s, self._clock())
+        self._signals.first_text(timeline, ttft_s, self._clock())
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """A request waits for the first worker meanwhile."""
+        self._signals.hold(1)
+        with self._held.track_inprogress():
+            try:
+                yield
+            finally:
+                self._signals.hold(-1)
+
+    def turned_away(self) -> None:
+        """A request was refused unread: there are too many."""
+        self._signals.unread()
+
+    def on_arrival(self, request: GenerateRequest) -> None:
+        """A prompt that could be served is at the door (session.MetricsHooks)."""
+        self._signals.arrived(len(request.token_ids), request.choices)
 
     def request_done(self, endpoint: str, status: int, total_s: float) -> None:
         self._requests.labels(self._model, str(status), endpoint).inc()
@@ -110,6 +129,7 @@ class Metrics:
         self._cached_tokens.labels(model).inc(timeline.cached_tokens)
         self._completion_tokens.labels(model).inc(timeline.completion_tokens)
         self._queue.labels(model, "router").observe(timeline.queue_s)
+        self._signals.ended(timeline, self._clock())
         if timeline.ttft_s is None:
             return  # it didn't get as far as all that follows
         self._prefill_queue.labels(model, prefill).observe(timeline.prefill_queue_s)
@@ -120,18 +140,14 @@ class Metrics:
             self._kv_bytes.labels(model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
             self._tpot.labels(model, decode).observe(timeline.tpot_s)
-            self._tpot_sketch.add(timeline.tpot_s, self._clock())
 
     def expose(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
 
-    def sketches_json(self) -> dict[str, Any]:
-        """The last minute's TTFT and TPOT: bucket -> count (pd_core.sketch)."""
-        now = self._clock()
-        return {
-            "model": self._model,
-            "window_s": _WINDOW_S,
-            "ttft_s": self._ttft_sketch.to_json(now),
-            "tpot_s": self._tpot_sketch.to_json(now),
-        }
+    def signals_json(
+        self, queued: Queued = _NOTHING, workers: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """What scaling goes by: see `signals`."""
+        document = self._signals.document(self._clock(), queued, workers)
+        return {"model": self._model} | document

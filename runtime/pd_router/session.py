@@ -26,6 +26,7 @@ from pd_router.moves import (
 )
 from pd_router.policy import Exclusions, Need, Placement, Unplaced
 from pd_router.prefixes import PromptHashes
+from pd_router.signals import Queued
 from pd_router.types import GenerateRequest, Sink, Timeline
 from pd_router.walk import Walk
 from pd_router.workers import Work, Workers
@@ -35,6 +36,10 @@ log = logging.getLogger("pd_router.session")
 
 class MetricsHooks(Protocol):
     """Told of what timelines alone don't count. Called in the loop; must not raise."""
+
+    def on_arrival(self, request: GenerateRequest) -> None:
+        """A request came that could be served, though there may be no room for it."""
+        ...
 
     def on_retry(self, failure: Failure) -> None:
         """An attempt failed and another follows."""
@@ -47,6 +52,9 @@ class MetricsHooks(Protocol):
 
 class NoHooks:
     """Nobody counts."""
+
+    def on_arrival(self, request: GenerateRequest) -> None:
+        """Says nothing."""
 
     def on_retry(self, failure: Failure) -> None:
         """Says nothing."""
@@ -98,6 +106,15 @@ class Sessions:
     def counts(self) -> SessionCounts:
         return SessionCounts(self.admission.running, self.admission.queued)
 
+    def queued(self) -> Queued:
+        """What waits in admission."""
+        waiting = [one.request for one in self._live.values() if not one.started]
+        return Queued(
+            len(waiting),
+            sum(len(request.token_ids) for request in waiting),
+            sum(request.choices for request in waiting),
+        )
+
     async def drain(self, timeout_s: float) -> bool:
         """Takes nothing new; True when all that runs has ended in time."""
         self._stopping = True
@@ -139,9 +156,11 @@ class Sessions:
         if not request.deadline_s > 0:
             raise RequestFailure(FailureKind.DEADLINE, f"deadline_s = {request.deadline_s:g}")
         usable = [v for v in self.workers.views() if v.usable and v.role is not Role.PREFILL]
+        if usable:
+            _refuse_size(len(request.token_ids), usable)
+        self.hooks.on_arrival(request)
         if not usable:
             raise RequestFailure(FailureKind.NO_WORKERS, "no decode worker is usable now")
-        _refuse_size(len(request.token_ids), usable)
 
     def _workers_changed(self) -> None:
         for generation in list(self._live.values()):
@@ -209,6 +228,7 @@ class RunningGeneration:
             request_id=request.request_id,
             accepted=time.monotonic(),
             prompt_tokens=len(request.token_ids),
+            choices=request.choices,
         )
         placer = _Placer(sessions.workers, request)
         self.walk = Walk(request, placer, self._timeline, sessions.config)
@@ -226,6 +246,15 @@ class RunningGeneration:
     @property
     def timeline(self) -> Timeline:
         return self._timeline
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self._request
+
+    @property
+    def started(self) -> bool:
+        """Its turn has come; before that it waits in admission."""
+        return self._started
 
     def cancel(self) -> None:
         if not self._over:

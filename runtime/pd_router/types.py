@@ -73,6 +73,7 @@ class Timeline:
     ttft_s: float | None = None
     tpot_s: float | None = None
     completion_tokens: int = 0  # of all choices
+    choices: int = 1
 
 
 class Sink(Protocol):
@@ -166,4 +167,8 @@ class WorkersApi(Protocol):
 
     def snapshot(self) -> list[dict[str, Any]]:
         """One JSON-ready object a worker, for the debug page."""
+        ...
+
+    def signals(self) -> list[dict[str, Any]]:
+        """One JSON-ready object a worker, for those who scale: what it last said of itself."""
         ...

@@ -228,6 +228,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         now = time.monotonic()
         return [self._describe(record, now) for record in self._records.values()]
 
+    def signals(self) -> list[dict[str, Any]]:
+        now = time.monotonic()
+        return [_signals(record, now) for record in self._records.values()]
+
     def _describe(self, record: _Record, now: float) -> dict[str, Any]:
         view, load = record.view, record.view.load
         return {
@@ -471,3 +475,30 @@ class Workers(engine_pb2_grpc.ControlServicer):
         log.warning("worker=%s is late: %s; requests=%d move on", name, why, record.link.live)
         self._refresh(record)
         record.link.fail_over(Failure(FailureKind.WORKER_LATE, f"worker {name}: {why}"))
+
+
+def _signals(record: _Record, now: float) -> dict[str, Any]:
+    """What a worker last said of itself, without what this router has added since: several
+    routers hear the same worker, and their documents merge."""
+    view, load = record.view, record.view.load
+    return {
+        "worker": view.id.name,
+        "epoch": view.id.epoch,
+        "role": view.role.value,
+        "revision": view.revision,
+        "heard_s_ago": max(now - record.heard, 0.0),
+        "heartbeats": record.heartbeats,
+        "draining": record.draining,
+        "usable": view.usable,
+        "kv_tokens": view.pool_tokens,
+        "kv_used_tokens": load.kv_used * view.block_tokens,
+        "max_running": record.hello.capacity.max_running,
+        "prefill_tokens_per_s": record.hello.prefill_tokens_per_s,
+        "queued": load.queued,
+        "running": load.running,
+        "waiting_grants": load.waiting_grants,
+        "pending_tokens": load.pending_tokens,
+        "steps": load.steps,
+        "busy_s": load.busy_s,
+        "computed_tokens": load.computed_tokens,
+    }

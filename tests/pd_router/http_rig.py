@@ -88,6 +88,9 @@ class PlayedWorkers:
     def snapshot(self) -> list[dict[str, Any]]:
         return [{"worker": "p-0"}]
 
+    def signals(self) -> list[dict[str, Any]]:
+        return [{"worker": "p-0", "epoch": "e", "running": 3}]
+
 
 @dataclass
 class PlayedGeneration:

@@ -96,6 +96,10 @@ class Hooks:
 
     retries: list[Failure] = field(default_factory=list)
     ends: list[tuple[Timeline, Failure | None]] = field(default_factory=list)
+    arrivals: list[GenerateRequest] = field(default_factory=list)
+
+    def on_arrival(self, request: GenerateRequest) -> None:
+        self.arrivals.append(request)
 
     def on_retry(self, failure: Failure) -> None:
         self.retries.append(failure)

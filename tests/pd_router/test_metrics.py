@@ -113,12 +113,12 @@ def test_sketches_hold_the_last_minute() -> None:
     for ttft in (0.1, 0.2, 0.3):
         metrics.first_text(a_timeline(**SERVED), ttft)
     metrics.generation_done(a_timeline(**SERVED))
-    told = metrics.sketches_json()
+    told = metrics.signals_json()
     assert (told["model"], told["window_s"]) == (MODEL, 60.0)
     assert quantile(from_json(told["ttft_s"]), 0.5) == pytest.approx(0.2, rel=0.03)
     assert quantile(from_json(told["tpot_s"]), 0.5) == pytest.approx(0.02, rel=0.03)
     now += 100
-    later = metrics.sketches_json()
+    later = metrics.signals_json()
     assert (later["ttft_s"], later["tpot_s"]) == ({}, {})
 
 

@@ -170,7 +170,7 @@ class TokenizerBundle(_message.Message):
     def __init__(self, bundle_hash: _Optional[str] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., add_bos: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "running", "waiting_grants", "pending_tokens", "kv_blocks", "kv_free", "kv_cached", "kv_active", "kv_granted", "kv_quarantined", "step_s", "steps")
+    __slots__ = ("queued", "running", "waiting_grants", "pending_tokens", "kv_blocks", "kv_free", "kv_cached", "kv_active", "kv_granted", "kv_quarantined", "step_s", "steps", "busy_s", "computed_tokens")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_GRANTS_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,8 @@ class Load(_message.Message):
     KV_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued: int
     running: int
     waiting_grants: int
@@ -195,7 +197,9 @@ class Load(_message.Message):
     kv_quarantined: int
     step_s: float
     steps: int
-    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ...) -> None: ...
+    busy_s: float
+    computed_tokens: int
+    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("seq", "state", "load", "prefix_gained", "prefix_lost", "prefix_reset")
