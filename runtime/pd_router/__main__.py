@@ -25,6 +25,8 @@ log = logging.getLogger("pd_router")
 
 # After start-up next to nothing dies young in cycles: collect rarely, never what is old.
 _GC_THRESHOLDS = (50_000, 20, 100)
+# So long nothing may have come before a draining router ends.
+_QUIET_S = 0.5
 # For answers that were failed at the end of a drain to reach their clients.
 _LAST_WORDS_S = 2.0
 
@@ -64,6 +66,8 @@ async def _run(settings: Settings) -> None:
         gc.set_threshold(*_GC_THRESHOLDS)
         log.info("serving model=%s http=%s control=%s", *_places(settings, client))
         await stop.wait()
+        if settings.reuse_port:
+            client.stop_accepting()  # who shares the port takes what comes
         await _drain(app, settings.drain_timeout_s, hurry)
 
 
@@ -90,19 +94,19 @@ def _places(settings: Settings, client: HttpServer) -> tuple[str, str, str]:
 
 
 async def _drain(app: RouterApp, timeout_s: float, hurry: asyncio.Event) -> None:
-    """Refuses new requests, lets the running ones end, and fails those that don't in time."""
+    """Serves until nobody comes any more, and fails what doesn't end in time."""
     app.drain()
     log.info("draining timeout_s=%.0f running=%d", timeout_s, app.running)
     hurrying = asyncio.create_task(hurry.wait())
-    idle = asyncio.create_task(app.wait_idle())
-    await asyncio.wait({hurrying, idle}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    quiet = asyncio.create_task(app.wait_quiet(_QUIET_S))
+    await asyncio.wait({hurrying, quiet}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     hurrying.cancel()
-    finished = idle.done()
+    finished = quiet.done()
     if not finished:
         app.fail_running()
-        await asyncio.wait({idle}, timeout=_LAST_WORDS_S)
-        idle.cancel()
-    await asyncio.gather(hurrying, idle, return_exceptions=True)
+        await asyncio.wait({quiet}, timeout=_LAST_WORDS_S)
+        quiet.cancel()
+    await asyncio.gather(hurrying, quiet, return_exceptions=True)
     log.info("drained finished=%s", finished)
 
 

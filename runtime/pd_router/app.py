@@ -70,11 +70,13 @@ class RouterApp:
         self._created = int(time.time())
         self._running: set[_Stop] = set()
         self._draining = False
+        self._closed = False
+        self._arrived = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, closes=lambda: self._draining)
         if exchange.path in _GENERATING:
             record = Record(exchange.path, exchange.request_id, time.monotonic())
             with self._journal.keeping(record, exchange):
@@ -101,7 +103,11 @@ class RouterApp:
     # ---- drain ------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuses new work from now on; what runs goes on."""
+        """From now on each answer ends its connection, so that clients go elsewhere.
+
+        What they still send here is served: a node may learn late that this router goes,
+        and where it was the only one, its successor may not be ready yet.
+        """
         self._draining = True
 
     @property
@@ -109,12 +115,17 @@ class RouterApp:
         """Requests that are being answered."""
         return len(self._running)
 
-    async def wait_idle(self) -> None:
-        """Until all that ran has ended."""
-        await self._idle.wait()
+    async def wait_quiet(self, quiet_s: float) -> None:
+        """Until all that ran has ended and nothing new came for a while."""
+        arrived = -1
+        while self._running or arrived != self._arrived:
+            arrived = self._arrived
+            await self._idle.wait()
+            await asyncio.sleep(quiet_s)
 
     def fail_running(self) -> None:
-        """Ends what still runs, each with a typed failure."""
+        """Takes nothing more; ends what still runs, each with a typed failure."""
+        self._closed = True
         failure = Failure(FailureKind.DRAINING, "The router is shutting down.")
         for stop in list(self._running):
             stop.now(failure)
@@ -165,7 +176,8 @@ class RouterApp:
 
     async def _admit(self, exchange: Exchange, record: Record) -> None:
         exchange.allow("POST")
-        if self._draining:
+        self._arrived += 1
+        if self._closed:
             raise RequestFailure(FailureKind.DRAINING, "The router is shutting down; try again.")
         if len(self._running) >= self._settings.max_requests:
             self._metrics.turned_away()

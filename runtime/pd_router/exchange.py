@@ -27,7 +27,14 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 class Exchange:
     """Says what was answered, so that errors after the first byte are told apart."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        closes: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`closes`: whether an answer that begins now ends its connection."""
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
@@ -38,6 +45,7 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._closes = closes
         self._body_read = False
         self.request_id = self.own_id
         given = self.header(b"x-request-id")
@@ -108,7 +116,7 @@ class Exchange:
         retry_after = error.failure.traits.retry_after_s
         if retry_after is not None:
             headers.append((b"retry-after", b"%d" % retry_after))
-        if error.failure.kind is FailureKind.DRAINING or error.status == 408:
+        if error.status == 408:
             headers.append((b"connection", b"close"))
         await self.reply(error.status, error.body(), headers)
 
@@ -132,10 +140,10 @@ class Exchange:
 
     async def _start(self, status: int, headers: Sequence[Header]) -> None:
         self.status = status
-        request_id = (b"x-request-id", self.request_id.encode("ascii"))
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [*headers, request_id]}
-        )
+        headers = [*headers, (b"x-request-id", self.request_id.encode("ascii"))]
+        if self._closes():
+            headers.append((b"connection", b"close"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _finish(self, body: bytes) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})

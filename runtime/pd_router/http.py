@@ -162,10 +162,14 @@ class HttpServer(uvicorn.Server):
                 async with asyncio.timeout(1):
                     await self._stop.wait()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """What ran has ended before: idle connections are closed, the last answers flushed."""
+    def stop_accepting(self) -> None:
+        """New connections are no longer ours; those that are open stay."""
         for server in self.servers:
             server.close()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What ran has ended before: idle connections are closed, the last answers flushed."""
+        self.stop_accepting()
         for sock in sockets or ():
             sock.close()
         connections = self.server_state.connections

@@ -477,29 +477,30 @@ def test_what_is_held_for_a_request_is_bounded() -> None:
 # ---- the drain -----------------------------------------------------------------------------
 
 
-def test_a_drain_lets_what_runs_end_and_refuses_the_rest() -> None:
+def test_a_drain_serves_what_still_comes_and_sends_clients_away() -> None:
     async def scenario() -> None:
         async with rig() as r:
             asking = asyncio.create_task(post(r, ask(stream=True)))
             generation = await r.sessions.generation()
             r.app.drain()
-            idle = asyncio.create_task(r.app.wait_idle())
+            quiet = asyncio.create_task(r.app.wait_quiet(0.01))
+            r.sessions.script = says(r.tokens("late"))
             response = await post(r, ask())
-            assert response.status == 503
-            assert response.headers["retry-after"] == "1"
+            assert response.status == 200
             assert response.headers["connection"] == "close"
-            assert (await error_of(response))["code"] == "draining"
+            assert json.loads(await response.body())["choices"][0]["message"]["content"] == "late"
+            await response.close()
             ready = await client.request(r.http.host, r.http.port, "GET", "/ready")
-            assert ready.status == 200
+            assert (ready.status, ready.headers["connection"]) == (200, "close")
             await ready.close()
-            assert not idle.done()
+            assert not quiet.done()
             generation.emit(r.tokens("a")[0])
             generation.emit(2, "stop")
             generation.done()
             response = await asking
             assert [data async for _, data in response.events()][-1] == "[DONE]"
             await response.close()
-            await idle
+            await quiet
             assert r.app.running == 0
 
     go(scenario())
@@ -521,7 +522,9 @@ def test_the_end_of_the_grace_is_a_typed_failure() -> None:
             response = await whole
             assert response.status == 503
             await response.close()
-            await r.app.wait_idle()
+            late = await post(r, ask())
+            assert (await error_of(late))["code"] == "draining"
+            await r.app.wait_quiet(0.01)
             for generation in r.sessions.started:
                 assert generation.cancelled.is_set()
 
