@@ -9,7 +9,9 @@ import pytest
 from pd_core.sketch import WindowSketch
 from pd_operator import httpget, measured, samples
 from pd_operator.measured import Samples
+from pd_router.signals import Queued, Signals
 from tests.pd_operator.http_server import serving
+from tests.pd_router.rig import rig
 
 
 def sketches(ttft_s: list[float]) -> bytes:
@@ -44,7 +46,7 @@ def test_samples_of_a_router(run) -> None:
     ],
 )
 def test_garbage_is_no_data(body: bytes) -> None:
-    assert measured.parse(body) == Samples()
+    assert measured.parse(body) == Samples(silent=1)
 
 
 def test_routers_that_do_not_answer_have_no_data(run) -> None:
@@ -53,7 +55,7 @@ def test_routers_that_do_not_answer_have_no_data(run) -> None:
             failing = await samples.read(["127.0.0.1"], pages.port)
         return failing, await samples.read(["127.0.0.1"], pages.port)
 
-    assert run(scenario()) == (Samples(), Samples())
+    assert run(scenario()) == (Samples(silent=1), Samples(silent=1))
 
 
 def test_no_routers_no_data(run) -> None:
@@ -92,3 +94,78 @@ def test_get_fails_within_bounds(run, path: str, raw: bytes, message: str) -> No
 def test_get_of_nobody(run) -> None:
     with pytest.raises(httpget.GetFailed, match=r"refused|Connect"):
         run(httpget.get("127.0.0.1", 1, "/", timeout_s=1.0))
+
+
+def whole(**changes: object) -> dict[str, object]:
+    """A document as a router makes it, from the router's own code."""
+    signals = Signals("process", 100.0)
+    signals.arrived(50, 2)
+    document = signals.document(130.0, Queued(1, 20, 1), [worker()])
+    return json.loads(json.dumps({"router": "r", "model": "m"} | document | changes))
+
+
+def worker(**changes: object) -> dict[str, object]:
+    made: dict[str, object] = {
+        "worker": "p-0", "epoch": "e", "role": "prefill", "revision": "r", "heard_s_ago": 0.5,
+        "heartbeats": 9, "draining": False, "usable": True, "kv_tokens": 1000,
+        "kv_used_tokens": 100, "max_running": 64, "prefill_tokens_per_s": 5000.0, "queued": 1,
+        "running": 2, "waiting_grants": 3, "pending_tokens": 400, "steps": 7, "busy_s": 1.5,
+        "computed_tokens": 900,
+    }  # fmt: skip
+    return made | changes
+
+
+def test_a_routers_document_becomes_a_reading() -> None:
+    found = measured.parse(json.dumps(whole()).encode(), read_at=7.0)
+    (router,), (told,) = found.routers, found.workers
+    assert (router.process, router.uptime_s, router.read_at) == ("process", 30.0, 7.0)
+    assert (router.counters.arrived_tokens, router.counters.arrived_sequences) == (50, 2)
+    assert (router.queued_requests, router.queued_tokens) == (1, 20)
+    assert (told.worker, told.running, told.busy_s, told.heard_at) == ("p-0", 2, 1.5, 6.5)
+    assert found.silent == 0
+    assert found.read_at == 7.0
+
+
+def test_the_workers_signals_are_what_a_router_tells(run) -> None:
+    """The field names that both sides use are the same ones."""
+
+    async def scenario() -> set[str]:
+        async with rig() as r:
+            await r.add("decode", "d-0")
+            return set(r.workers.signals()[0])
+
+    assert run(scenario()) == set(worker())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"counters": {}},
+        {"counters": {"arrived_tokens": 1}},
+        {"process": ""},
+        {"uptime_s": float("nan")},
+        {"uptime_s": float("inf")},
+        {"uptime_s": -1},
+        {"uptime_s": True},
+        {"queued": 3},
+        {"workers": [worker(busy_s=float("nan"))]},
+        {"workers": [worker(running="2")]},
+        {"workers": [{}]},
+        {"held_requests": None},
+    ],
+)
+def test_half_a_document_is_no_reading_but_latencies_count(changes: dict[str, object]) -> None:
+    body = json.dumps(whole(ttft_s={"3": 2}) | changes).encode()
+    found = measured.parse(body)
+    assert (found.routers, found.workers, found.silent) == ((), (), 1)
+    assert dict(found.ttft) == {3: 2}
+
+
+def test_of_a_worker_the_router_that_heard_it_last_is_right() -> None:
+    old = measured.parse(json.dumps(whole()).encode(), read_at=10.0)
+    fresh = worker(heard_s_ago=0.1, running=5)
+    new = measured.parse(json.dumps(whole(workers=[fresh])).encode(), read_at=10.0)
+    for many in ([old, new], [new, old]):
+        merged = measured.merge(many)
+        assert [one.running for one in merged.workers] == [5]
+        assert len(merged.routers) == 2
