@@ -14,7 +14,7 @@ PORT ?= 8000
 
 .PHONY: help
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP):
 	@scripts/environment.sh $(VENV) $@
@@ -27,12 +27,25 @@ quickstart: $(STAMP) ## serve a small model from one PDCluster file and ask it s
 	@$(BIN)/pdcluster quickstart -f examples/quickstart.yaml --port $(PORT)
 
 .PHONY: test
-test: $(STAMP) ## all tests
-	@$(BIN)/python -m pytest -m "not gpu"
+test: $(STAMP) kube-control-plane ## all tests but those in real pods (see test-cluster)
+	@$(BIN)/python -m pytest -m "not gpu and not cluster"
 
 .PHONY: test-fast
 test-fast: $(STAMP) ## the tests that take under two seconds each
 	@$(BIN)/python -m pytest -m "not gpu and not slow"
+
+# Tests that need an API server take the cluster of KUBECONFIG where PDCLUSTER_TEST_EXISTING=1.
+ifeq ($(PDCLUSTER_TEST_EXISTING),1)
+KUBE_NOT_NEEDED := yes
+endif
+
+.PHONY: kube-control-plane
+kube-control-plane: $(STAMP)
+	@$(if $(KUBE_NOT_NEEDED),true,$(BIN)/python -m e2e.cluster.build kube)
+
+.PHONY: kube-binaries
+kube-binaries: $(STAMP) ## build Kubernetes, helm and all that `cluster-up` needs (20 min, once)
+	@$(BIN)/python -m e2e.cluster.build
 
 .PHONY: check
 check: $(STAMP) ## format, lint, types, import rules, generated files, lock
@@ -72,4 +85,4 @@ lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
 clean: ## remove the environment and what tools left; the model cache stays
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache \
 		dist build bench/out
-	@find operator proto runtime tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
+	@find operator proto runtime tests bench e2e scripts -name __pycache__ -prune -exec rm -rf {} +

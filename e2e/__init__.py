@@ -1,0 +1,1 @@
+"""A real Kubernetes for tests: built, started and taken down without any account or registry."""
