@@ -53,13 +53,16 @@ def _conditions(state: dict[str, Any]) -> str:
 
 
 def _why_not_ready(states: list[dict[str, Any]]) -> list[str]:
-    """A line for each cluster with a problem that waiting may not solve."""
+    """A line for each cluster that isn't as it should be: its trouble, else what it waits for."""
     lines = []
     for state in states:
         conditions = state["document"].get("status", {}).get("conditions", [])
-        for one in conditions:
-            if one["type"] == "Degraded" and one["status"] == "True":
+        by_type = {one["type"]: one for one in conditions}
+        for kind, wrong in (("Degraded", "True"), ("Ready", "False")):
+            one = by_type.get(kind, {})
+            if one.get("status") == wrong:
                 lines.append(f"{state['name']}: {one['reason']}: {one['message']}")
+                break
     return lines
 
 
