@@ -249,7 +249,9 @@ def install_crds(api: Api, files: Iterable[Path], deadline_s: float = CALL_DEADL
 
 def _served(api: Api, name: str) -> bool:
     found = api.get("apiextensions.k8s.io/v1", "CustomResourceDefinition", name)
-    states = {c["type"]: c["status"] for c in found.get("status", {}).get("conditions", [])}
+    # At first the server gives null.
+    conditions = found.get("status", {}).get("conditions") or []
+    states = {c["type"]: c["status"] for c in conditions}
     if states.get("NamesAccepted") == "False":
         raise ApiError(409, "NamesNotAccepted", f"{name}: {found['status']['conditions']}")
     version = f"{found['spec']['group']}/{found['spec']['versions'][0]['name']}"
