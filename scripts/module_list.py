@@ -12,6 +12,7 @@ _HEAD = "## Modules\n"
 _PACKAGES = {
     "operator/pd_cli": "The command",
     "operator/pd_operator": "The operator",
+    "operator/pd_operator/scaling": "How many workers each pool needs",
     "operator/pd_operator/local": "The operator's backend for one machine",
     "runtime/pd_core": "Shared",
     "runtime/pd_router": "The router",

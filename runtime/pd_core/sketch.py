@@ -34,6 +34,18 @@ def quantile(counts: Mapping[int, int], q: float) -> float | None:
     raise AssertionError("counts changed while being read")
 
 
+def mean_and_variation(counts: Mapping[int, int]) -> tuple[float, float] | None:
+    """The mean, and the variance over the mean's square, within a few percent; None without
+    samples."""
+    total = sum(counts.values())
+    if total == 0:
+        return None
+    values = [(2 * _GAMMA**bucket / (_GAMMA + 1), count) for bucket, count in counts.items()]
+    mean = sum(value * count for value, count in values) / total
+    variance = sum((value - mean) ** 2 * count for value, count in values) / total
+    return mean, variance / mean**2
+
+
 class WindowSketch:
     """Samples (seconds, or any positive number) of the last `window_s`."""
 

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_core.sketch import RELATIVE_ERROR, WindowSketch, from_json, merge, quantile
+from pd_core.sketch import (
+    RELATIVE_ERROR,
+    WindowSketch,
+    from_json,
+    mean_and_variation,
+    merge,
+    quantile,
+)
 
 samples = st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=200)
 
@@ -61,3 +68,12 @@ def test_memory_is_bounded_over_time() -> None:
     for second in range(10_000):
         sketch.add(0.5 + second % 7, float(second))
     assert len(sketch._slices) <= 7
+
+
+def test_mean_and_variation() -> None:
+    sketch = WindowSketch()
+    assert mean_and_variation(sketch.counts(0.0)) is None
+    for value in (10.0, 10.0, 40.0):
+        sketch.add(value, 0.0)
+    found = mean_and_variation(sketch.counts(0.0))
+    assert found == pytest.approx((20.0, 0.5), rel=0.05)

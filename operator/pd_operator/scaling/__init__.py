@@ -1,0 +1,1 @@
+"""How many workers each pool needs: readings -> rates -> learned capacity -> decisions."""

@@ -1,0 +1,69 @@
+"""PURE. What the last reading teaches about a pool's workers and about requests.
+
+Learned values outlast a quiet minute: silence says nothing of how fast a worker is.
+"""
+
+import math
+from dataclasses import replace
+
+from pd_core import sketch
+from pd_operator.api import Role
+from pd_operator.scaling.capacity import fade
+from pd_operator.scaling.sizing import Learned
+from pd_operator.scaling.types import Observations, PoolSignals, PoolSpec
+
+_SLOW = 0.05  # how far one reading moves what is averaged
+_SPREAD = (1.0, 4.0)
+
+
+def learn(
+    learned: Learned, spec: PoolSpec, seen: Observations, pool: PoolSignals, elapsed_s: float
+) -> Learned:
+    """`elapsed_s`: since the reading before this one."""
+    speed, line = learned.speed, learned.line
+    if spec.role is Role.PREFILL:
+        speed = speed.learn(pool.work, elapsed_s)
+    else:
+        line = line.learn(pool.work, elapsed_s)
+    made = replace(
+        learned,
+        speed=speed,
+        line=line,
+        uncached_share=_follow(learned.uncached_share, seen.uncached_share),
+        output_tokens=_follow(learned.output_tokens, seen.output_tokens),
+        overhead_s=_follow(learned.overhead_s, seen.overhead_s),
+    )
+    if pool.running >= 1 and pool.kv_used_tokens > 0:
+        each = pool.kv_used_tokens / (pool.running + pool.waiting_grants)
+        made = replace(made, kv_each=_average(learned.kv_each, each, elapsed_s))
+    return replace(made, spread=_spread(made, spec, seen, pool, elapsed_s))
+
+
+def _follow(known: float | None, found: float | None) -> float:
+    """What was seen over the last minute is an average already."""
+    if found is not None and math.isfinite(found):
+        return found
+    return known if known is not None else 0.0
+
+
+def _average(known: float | None, found: float, elapsed_s: float) -> float:
+    if known is None:
+        return found
+    weight = max(_SLOW, 1 - fade(elapsed_s))
+    return known + weight * (found - known)
+
+
+def _spread(
+    learned: Learned, spec: PoolSpec, seen: Observations, pool: PoolSignals, elapsed_s: float
+) -> float | None:
+    """How much worse the target's percentile of TPOT is than the mean step: sequences meet
+    longer batches, other prompts and pauses. So the model is corrected by what users see."""
+    if spec.tpot is None or not pool.work:
+        return learned.spread
+    found = sketch.quantile(seen.tpot, spec.tpot.quantile)
+    steps = sum(work.steps for work in pool.work)
+    mean_s = sum(work.busy_s for work in pool.work) / steps if steps else 0.0
+    if found is None or mean_s <= 0:
+        return learned.spread
+    low, high = _SPREAD
+    return _average(learned.spread, min(max(found / mean_s, low), high), elapsed_s)
