@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 NAME_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+OBJECT_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+LABEL_KEY = re.compile(
+    r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+)
+LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_MAX_LABEL_VALUE = 63
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|s|m|h))+")
 _SECONDS = {"ms": Fraction(1, 1000), "s": Fraction(1), "m": Fraction(60), "h": Fraction(3600)}
@@ -90,6 +96,15 @@ def show(value: object) -> str:
     if isinstance(value, Sequence):
         return "a list"
     return str(value)
+
+
+_QUANTITY_REMEDY = 'write a quantity, such as 2, "500m" or "8Gi"'
+
+
+def _quantity(value: object) -> str | None:
+    """Numbers with a fraction must be text, as in Kubernetes."""
+    plain = isinstance(value, str | int) and not isinstance(value, bool)
+    return canonical_quantity(str(value)) if plain else None
 
 
 class Node:
@@ -219,15 +234,40 @@ class Node:
         if not self.has(name) and self.is_mapping:
             self.error(name, "is missing", f"write {example}")
 
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        if not self.has(name):
+            return default
+        value = self.raw(name)
+        if isinstance(value, bool):
+            return value
+        self.error(name, f"is {show(value)}", "write true or false, without quotes")
+        return default
+
     def texts(self, name: str) -> dict[str, str]:
-        """A mapping from text to text, such as labels."""
+        """A mapping from keys such as example.com/team to text: annotations."""
         node = self.child(name)
         if node is None:
             return {}
         for key, value in node._fields.items():
+            if not LABEL_KEY.fullmatch(key):
+                node.error(key, "is no key", "write keys such as team or example.com/team")
             if not isinstance(value, str):
                 node.error(key, f"is {show(value)}, not text", "put the value in quotes")
         return {key: value for key, value in node._fields.items() if isinstance(value, str)}
+
+    def labels(self, name: str) -> dict[str, str]:
+        """Labels: their values are bounded and of few characters."""
+        found = self.texts(name)
+        for key, value in found.items():
+            path = f"{name}.{key}"
+            if len(value) > _MAX_LABEL_VALUE:
+                problem = f"is {show(value)}, {len(value)} characters long"
+                self.error(path, problem, f"write at most {_MAX_LABEL_VALUE} characters")
+            elif value and not LABEL_VALUE.fullmatch(value):
+                remedy = "write letters, digits and any of . _ - between them"
+                self.error(path, f"is {show(value)}", remedy)
+        return found
 
     def quantities(self, name: str) -> dict[str, str]:
         """A mapping from resource name to a canonical quantity."""
@@ -236,14 +276,22 @@ class Node:
             return {}
         result = {}
         for key, value in node._fields.items():
-            plain = isinstance(value, str | int | float) and not isinstance(value, bool)
-            quantity = canonical_quantity(str(value)) if plain else None
+            quantity = _quantity(value)
             if quantity is None:
-                remedy = 'write a quantity, such as 2, "500m" or "8Gi"'
-                node.error(key, f"is {show(value)}, not a quantity", remedy)
+                node.error(key, f"is {show(value)}, not a quantity", _QUANTITY_REMEDY)
             else:
                 result[key] = quantity
         return result
+
+    def quantity(self, name: str) -> str:
+        """A canonical quantity; "" when absent or wrong."""
+        if not self.has(name):
+            return ""
+        value = self.raw(name)
+        quantity = _quantity(value)
+        if quantity is None:
+            self.error(name, f"is {show(value)}, not a quantity", _QUANTITY_REMEDY)
+        return quantity or ""
 
     def not_yet(self, *names: str) -> None:
         """Refuses fields that a later version will know: ignoring them would be a lie."""

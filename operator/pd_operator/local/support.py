@@ -18,8 +18,10 @@ _KUBERNETES = "is for Kubernetes"
 def check(cluster: Cluster) -> None:
     """Raises `InvalidCluster` with everything that can't be had here."""
     errors = [*_source(cluster), *_transport(cluster)]
+    for path, template in _templates(cluster):
+        errors += _volumes(path, template)
     for pool in cluster.pools:
-        errors += _accelerator(pool)
+        errors += [*_accelerator(pool), *_scaling(pool)]
     if errors:
         raise InvalidCluster(errors)
 
@@ -27,21 +29,26 @@ def check(cluster: Cluster) -> None:
 def notes(cluster: Cluster) -> list[str]:
     """Fields without an effect here: true on Kubernetes, and harmless."""
     found = []
-    templates: list[tuple[str, Template]] = [
-        (f"spec.{pool.role}.template", pool.template) for pool in cluster.pools
-    ]
-    templates.append(("spec.router.template", cluster.router.template))
-    for path, template in templates:
+    if cluster.colocate:
+        found.append("spec.kvTransfer.colocate has no effect on this machine")
+    for path, template in _templates(cluster):
         for field, value in (
             ("spec.nodeSelector", template.node_selector),
             ("spec.tolerations", template.tolerations),
             ("spec.priorityClassName", template.priority_class),
+            ("spec.runtimeClassName", template.runtime_class),
+            ("spec.imagePullSecrets", template.image_pull_secrets),
             ("spec.containers[0].image", template.image),
             ("spec.containers[0].resources", template.requests or template.limits),
         ):
             if value:
                 found.append(f"{path}.{field} has no effect on this machine")
     return found
+
+
+def _templates(cluster: Cluster) -> list[tuple[str, Template]]:
+    pools = [(f"spec.{pool.role}.template", pool.template) for pool in cluster.pools]
+    return [*pools, ("spec.router.template", cluster.router.template)]
 
 
 _SOURCE_FIELDS: dict[type[Source], str] = {
@@ -64,6 +71,22 @@ def _transport(cluster: Cluster) -> list[FieldError]:
         return []
     problem = f"{cluster.transport} is not supported on this machine yet"
     return [FieldError("spec.kvTransfer.transport", problem, "write auto or tcp")]
+
+
+def _scaling(pool: Pool) -> list[FieldError]:
+    if pool.scaling is None:
+        return []
+    return [FieldError(f"spec.{pool.role}.scaling", _KUBERNETES, "write replicas")]
+
+
+def _volumes(path: str, template: Template) -> list[FieldError]:
+    """Of a claim, a ConfigMap or a Secret there is nothing on this machine."""
+    return [
+        FieldError(f"{path}.spec.volumes[{index}].{kind}", _KUBERNETES, "write emptyDir")
+        for index, volume in enumerate(template.volumes)
+        for kind in volume.source
+        if kind != "emptyDir"
+    ]
 
 
 def _accelerator(pool: Pool) -> list[FieldError]:

@@ -36,6 +36,21 @@ from tests.pd_operator.objects import cluster
             {"spec.decode.accelerator": {"resource": "nvidia.com/gpu"}},
             "spec.decode.accelerator: is for Kubernetes; leave it out to run on the CPU",
         ),
+        (
+            {
+                "spec.decode": {"scaling": {"mode": "External", "maxReplicas": 3}},
+            },
+            "spec.decode.scaling: is for Kubernetes; write replicas",
+        ),
+        (
+            {
+                "spec.router.template.spec.volumes": [
+                    {"name": "a", "emptyDir": {}},
+                    {"name": "b", "configMap": {"name": "c"}},
+                ]
+            },
+            "spec.router.template.spec.volumes[1].configMap: is for Kubernetes; write emptyDir",
+        ),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
