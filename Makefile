@@ -47,6 +47,14 @@ kube-control-plane: $(STAMP)
 kube-binaries: $(STAMP) ## build Kubernetes, helm and all that `cluster-up` needs (20 min, once)
 	@$(BIN)/python -m e2e.cluster.build
 
+.PHONY: cluster-up
+cluster-up: $(STAMP) ## start a Kubernetes of one node here (Linux, root); prints its KUBECONFIG
+	@$(BIN)/python -m e2e.cluster up
+
+.PHONY: cluster-down
+cluster-down: $(STAMP) ## end it and remove all that it had
+	@$(BIN)/python -m e2e.cluster down
+
 .PHONY: check
 check: $(STAMP) ## format, lint, types, import rules, generated files, lock
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }

@@ -184,6 +184,7 @@ def manager(plane: ControlPlane, controllers: Sequence[str] = ("*",)) -> Command
         "leader-elect": "false",
         "allocate-node-cidrs": "false",
         "controllers": ",".join(controllers),
+        "flex-volume-plugin-dir": plane.folder / "volume-plugins",
         "profiling": "false",
         # A node that is gone is noticed within seconds, and so is what was deleted.
         "node-monitor-grace-period": "20s",
