@@ -13,6 +13,15 @@ FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 60.0
 
 
+class Again(Exception):
+    """A failure that is part of the world's ways: the key comes back, without a trace in the
+    log. `after_s` None: after the usual back-off."""
+
+    def __init__(self, why: str, after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.after_s = after_s
+
+
 class Queue(Generic[Key]):
     """`add` may be called at any time; the work of one key never overlaps itself.
 
@@ -83,17 +92,23 @@ class Queue(Generic[Key]):
     async def _attempt(self, key: Key) -> None:
         try:
             after_s = await self._work(key)
+        except Again as error:
+            retry_s = self._back_off_s(key) if error.after_s is None else error.after_s
+            log.info("reconcile again key=%s retry_s=%.1f: %s", key, retry_s, error)
+            self._later(key, retry_s)
+            return
         except Exception:  # one key's failure is no other key's
-            failures = self._failures[key] = self._failures.get(key, 0) + 1
-            retry_s = min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures - 1, 20))
-            log.exception(
-                "reconcile failed key=%s failures=%d retry_s=%.1f", key, failures, retry_s
-            )
+            retry_s = self._back_off_s(key)
+            log.exception("reconcile failed key=%s retry_s=%.1f", key, retry_s)
             self._later(key, retry_s)
             return
         self._failures.pop(key, None)
         if after_s is not None:
             self._later(key, after_s)
+
+    def _back_off_s(self, key: Key) -> float:
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        return min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(failures - 1, 20))
 
     def _later(self, key: Key, delay_s: float) -> None:
         if key not in self._again:

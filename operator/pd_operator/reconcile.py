@@ -1,35 +1,54 @@
 """The line: observe -> scale -> desired -> plan -> apply each -> status -> requeue."""
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from pd_operator import api, desired, rollout, samples, status
+from pd_operator import api, conflicts, desired, notices, rollout, samples, status
+from pd_operator.api import Cluster, Role
+from pd_operator.conflicts import NameTaken, Taken
+from pd_operator.desired import Desired
+from pd_operator.keys import Key
 from pd_operator.measured import Samples
-from pd_operator.observed import Ref, observe
+from pd_operator.notices import Notice
+from pd_operator.observed import Observed, Ref, observe
 from pd_operator.podparts import Manifest, Settings
 
 log = logging.getLogger("pd_operator.reconcile")
 
-RESYNC_S = 30.0
-SAMPLE_S = 5.0
+RESYNC_S = 600.0
+"""How often an object is looked at without any event. Watches tell of everything that
+changes, so this is for what no watch tells, and against our own errors."""
+RETRY_S = 60.0
+"""How often we look whether a name that was taken is free."""
+SOON_S = 1.0
+"""When to go on with what MAX_ROUNDS didn't end."""
+MAX_ROUNDS = 3
+"""Plans carried out before a look at something else: most need one, and one to see it's done."""
 
 
-class Key(NamedTuple):
-    """A PDCluster."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """In seconds: how often routers are asked where something depends on the answer, and
+    where it is only shown; how often numbers alone are written to a status."""
 
-    namespace: str
-    name: str
+    sample_s: float = 5.0
+    glance_s: float = 60.0
+    status_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a backend knows of one PDCluster: the object, and its children and pods."""
+    """What a backend knows of one PDCluster: the object, and its children and pods.
+
+    `absent` are kinds that this backend hasn't got: what is desired of them waits.
+    """
 
     document: Manifest | None
     children: tuple[Manifest, ...] = ()
+    absent: frozenset[str] = frozenset()
 
 
 class Backend(Protocol):
@@ -46,10 +65,29 @@ class Backend(Protocol):
     async def write_status(self, key: Key, document: Manifest, new: dict[str, Any]) -> None: ...
 
 
+class Listener:
+    """Hears what was done. All of it may be ignored."""
+
+    def operation(self, key: Key, operation: rollout.Operation) -> None:
+        """An operation has succeeded."""
+
+    def notices(self, document: Manifest, found: Sequence[Notice]) -> None:
+        """What is worth an event."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What was seen at last, the plan for it, and the names that others have."""
+
+    seen: Observed
+    plan: rollout.Plan
+    taken: tuple[Taken, ...]
+
+
 class Reconciler:
     """Brings what exists one step closer to what an object says, as often as it is called.
 
-    Level-triggered: nothing is remembered between two calls.
+    Level-triggered: what is remembered between two calls only spares writes.
     """
 
     def __init__(
@@ -57,39 +95,72 @@ class Reconciler:
         backend: Backend,
         settings: Settings,
         *,
+        listener: Listener | None = None,
+        pace: Pace | None = None,
         read_samples: Callable[[Iterable[str]], Awaitable[Samples]] = samples.read,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._backend = backend
         self._settings = settings
+        self._listener = listener or Listener()
+        self._pace = pace or Pace()
         self._read_samples = read_samples
         self._clock = clock
+        self._written_at: dict[Key, datetime] = {}
+
+    def forget(self, key: Key) -> None:
+        """The object is gone."""
+        self._written_at.pop(key, None)
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look without an event; None when the object is gone."""
-        world = await self._backend.observe(key)
+        measured = await self._measure(key)
+        world = await self._backend.observe(key)  # asking the routers may have taken a while
         if world.document is None:
+            self.forget(key)
             return None
-        now = status.timestamp(self._clock())
-        previous = world.document.get("status", {})
         try:
             cluster = api.parse(world.document)
         except api.InvalidCluster as error:
-            generation = world.document.get("metadata", {}).get("generation", 0)
-            new = status.invalid_status(error, generation, previous, now)
-            await self._write_status(key, world.document, new)
+            await self._write_invalid(key, world.document, error)
             return RESYNC_S
-        wanted = desired.render(cluster, desired.fixed_replicas(cluster), self._settings)
-        seen = observe(world.children)
-        plan = rollout.plan(wanted, seen)
-        for operation in plan.operations:
-            log.info("apply cluster=%s/%s operation=%s", *key, describe(operation))
-            await self._perform(key, operation)
-        routers = [pod.ip for pod in seen.routers if pod.serves and pod.ip]
-        measured = await self._read_samples(routers)
-        new = status.status_of(cluster, wanted, seen, plan, measured, previous, now)
+        wanted = desired.render(cluster, _replicas(cluster), self._settings)
+        done = await self._carry_out(key, wanted, world)
+        previous, now = world.document.get("status", {}), status.timestamp(self._clock())
+        new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
+        new = conflicts.with_taken(new, done.taken, previous, now)
         await self._write_status(key, world.document, new)
-        return SAMPLE_S if routers else RESYNC_S
+        return self._look_again_s(cluster, done)
+
+    async def _measure(self, key: Key) -> Samples:
+        world = await self._backend.observe(key)
+        addresses = _addresses(observe(world.children)) if world.document else []
+        return await self._read_samples(addresses) if addresses else Samples()
+
+    async def _carry_out(self, key: Key, wanted: Desired, world: World) -> _Done:
+        """Plans and applies until there is nothing more to do now."""
+        for _ in range(MAX_ROUNDS):
+            seen = observe(world.children)
+            plan = rollout.plan(_available(wanted, world.absent), seen)
+            taken = await self._perform_all(key, plan.operations)
+            if not plan.operations or taken:
+                break
+            world = await self._backend.observe(key)
+        return _Done(seen, plan, tuple(taken))
+
+    async def _perform_all(self, key: Key, operations: Iterable[rollout.Operation]) -> list[Taken]:
+        """The names that others have; every operation that can be made is made."""
+        taken = []
+        for operation in operations:
+            try:
+                await self._perform(key, operation)
+            except NameTaken as error:
+                log.warning("cluster=%s/%s: %s", *key, error)
+                taken.append(error.taken)
+            else:
+                log.info("cluster=%s/%s operation=%s", *key, describe(operation))
+                self._listener.operation(key, operation)
+        return taken
 
     async def _perform(self, key: Key, operation: rollout.Operation) -> None:
         match operation:
@@ -100,9 +171,62 @@ class Reconciler:
             case rollout.Delete(ref):
                 await self._backend.delete(key, ref)
 
+    async def _write_invalid(self, key: Key, document: Manifest, error: api.InvalidCluster) -> None:
+        generation = document.get("metadata", {}).get("generation", 0)
+        previous, now = document.get("status", {}), status.timestamp(self._clock())
+        new = status.invalid_status(error, generation, previous, now)
+        await self._write_status(key, document, new)
+
     async def _write_status(self, key: Key, document: Manifest, new: dict[str, Any]) -> None:
-        if document.get("status") != new:
-            await self._backend.write_status(key, document, new)
+        old = document.get("status", {})
+        if old == new:
+            return
+        now = self._clock()
+        written_at = self._written_at.get(key)
+        if (
+            written_at is not None
+            and (now - written_at).total_seconds() < self._pace.status_s
+            and _without_numbers(old) == _without_numbers(new)
+        ):
+            return
+        await self._backend.write_status(key, document, new)
+        self._written_at[key] = now
+        self._listener.notices(document, notices.of_change(old, new))
+
+    def _look_again_s(self, cluster: Cluster, done: _Done) -> float:
+        if done.taken:
+            return RETRY_S
+        if done.plan.operations:
+            return SOON_S
+        if not _addresses(done.seen):
+            return RESYNC_S
+        return self._pace.sample_s if cluster.slo.ttft or cluster.slo.tpot else self._pace.glance_s
+
+
+def _replicas(cluster: Cluster) -> Mapping[Role, int]:
+    return desired.fixed_replicas(cluster)
+
+
+def _addresses(seen: Observed) -> list[str]:
+    return [pod.ip for pod in seen.routers if pod.serves and pod.ip]
+
+
+def _available(wanted: Desired, absent: frozenset[str]) -> Desired:
+    """What is desired, without kinds that aren't there."""
+    if not any(one["kind"] in absent for one in wanted.surroundings):
+        return wanted
+    kept = tuple(one for one in wanted.surroundings if one["kind"] not in absent)
+    return replace(wanted, surroundings=kept)
+
+
+def _without_numbers(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A status without what changes all the time."""
+    made = {}
+    for name, value in document.items():
+        if name in ("ttft", "tpot", "observed"):
+            continue
+        made[name] = _without_numbers(value) if isinstance(value, Mapping) else value
+    return made
 
 
 def describe(operation: rollout.Operation) -> str:

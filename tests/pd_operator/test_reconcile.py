@@ -12,7 +12,8 @@ import pytest
 from pd_operator.measured import Samples
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
-from pd_operator.reconcile import RESYNC_S, SAMPLE_S, Key, Reconciler, World
+from pd_operator.keys import Key
+from pd_operator.reconcile import RESYNC_S, Pace, Reconciler, World
 from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
 
 KEY = Key("default", "chat")
@@ -89,7 +90,7 @@ def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
     for item in running(rendered(cluster())):
         backend.objects[Ref(item["kind"], item["metadata"]["name"])] = item
     asked: list[str] = []
-    assert run(reconciler(backend, asked).reconcile(KEY)) == SAMPLE_S
+    assert run(reconciler(backend, asked).reconcile(KEY)) == Pace().glance_s
     assert backend.writes == ["status"]
     assert ready(body) == "True"
     assert asked == ["10.0.0.1"]

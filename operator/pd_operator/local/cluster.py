@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_operator import api, httpget
+from pd_operator.keys import Key
 from pd_operator.local import support
 from pd_operator.local.container import Backoff, Publication
 from pd_operator.local.kubelet import Kubelet, Listener, Places
@@ -21,9 +22,11 @@ from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_LABEL, ROUTER
 from pd_operator.queue import Queue
-from pd_operator.reconcile import Key, Reconciler, World
+from pd_operator.reconcile import Pace, Reconciler, World
 from pd_operator.status import timestamp
 
+_PACE = Pace(glance_s=5.0, status_s=0.0)
+"""Here one cluster is looked at by one person, and its status costs nothing."""
 _SAVE_S = 0.2
 _READY_S = 0.1
 STOP_GRACE_S = 10.0
@@ -93,7 +96,7 @@ class LocalCluster:
             )
             self._claims = claims.pop_all()
         self._backend = LocalBackend(self._kubelet, self._save_soon)
-        self._queue = Queue(Reconciler(self._backend, options.settings).reconcile)
+        self._queue = Queue(Reconciler(self._backend, options.settings, pace=_PACE).reconcile)
         self._key: Key | None = None
         self._cluster: api.Cluster | None = None
         self._save_timer: asyncio.TimerHandle | None = None
