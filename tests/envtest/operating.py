@@ -1,0 +1,234 @@
+"""The operator in the test's own loop, with a seam through which its API calls go."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pd_operator import kube
+from pd_operator.kube import Request, Response, Transport
+from pd_operator.leadership import Terms
+from pd_operator.metrics import Metrics
+from pd_operator.podparts import Manifest
+from pd_operator.resources import BY_KIND, CHILDREN, EVENT, LEASE, PDCLUSTER, POD
+from pd_operator.service import Operator, Options
+
+_numbers = itertools.count(1)
+BUSY_TERMS = Terms(duration_s=60, deadline_s=50, period_s=10, timeout_s=8)
+"""For tests on a loaded machine that aren't about the lease."""
+
+
+class Seam:
+    """A transport that a test looks through, or interferes with: `on_send` gets the request
+    and what sends it on."""
+
+    def __init__(
+        self,
+        inner: Transport,
+        on_send: Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]
+        | None = None,
+    ) -> None:
+        self.inner = inner
+        self.on_send = on_send
+        self.writes: list[Request] = []
+
+    async def send(self, request: Request) -> Response:
+        if is_counted(request):
+            self.writes.append(request)
+        if self.on_send is not None:
+            return await self.on_send(request, self.inner.send)
+        return await self.inner.send(request)
+
+    def stream(self, request: Request) -> AsyncIterator[bytes]:
+        return self.inner.stream(request)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+def is_counted(request: Request) -> bool:
+    """Writes to what the operator manages."""
+    return request.is_write and request.resource not in (LEASE, EVENT)
+
+
+class CrashAfter:
+    """Everything stops after so many writes have reached the server, as by SIGKILL: no answer
+    is seen, nothing is sent any more."""
+
+    def __init__(self, writes: int) -> None:
+        self._left = writes
+        self.crashed = asyncio.Event()
+        self.at: Request | None = None
+
+    async def __call__(
+        self, request: Request, send: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if self.crashed.is_set():
+            await asyncio.Event().wait()
+        if not is_counted(request):
+            return await send(request)
+        self._left -= 1
+        last = self._left == 0
+        if last:
+            self.crashed.set()  # nothing else goes out meanwhile
+            self.at = request
+        response = await send(request)
+        if last:
+            await asyncio.Event().wait()
+        return response
+
+
+@asynccontextmanager
+async def operating(
+    kubeconfig: Path, namespace: str = "", *, clean: bool = True, **changes: Any
+) -> AsyncIterator[tuple[Operator, Seam]]:
+    """An operator at work. Each has a lease of its own unless the test names one.
+    `clean` False: at the end it is cut off, as by SIGKILL."""
+    on_send = changes.pop("on_send", None)
+    seam = Seam(await kube.connect(str(kubeconfig)), on_send)
+    number = next(_numbers)
+    fields: dict[str, Any] = {
+        "identity": f"test-{number}",
+        "namespace": namespace,
+        "lease_namespace": namespace or "default",
+        "lease_name": f"operator-{number}",
+        "terms": BUSY_TERMS,
+        "handover_s": 0.01,
+        **changes,
+    }
+    operator = Operator(seam, Options(**fields), Metrics())
+
+    async def work() -> None:
+        await operator.lead()
+        await operator.run()
+
+    task = asyncio.create_task(work())
+    try:
+        yield operator, seam
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if clean:
+            await operator.close()
+        else:
+            await seam.close()
+        if not task.cancelled():
+            task.result()
+
+
+# ---- the state of a namespace ---------------------------------------------------------
+
+
+class Watching:
+    """Reads what exists, as the administrator."""
+
+    def __init__(self, api: kube.Kube, namespace: str) -> None:
+        self.api = api
+        self.namespace = namespace
+
+    async def objects(self) -> list[Manifest]:
+        found = []
+        for resource in (PDCLUSTER, *CHILDREN, POD):
+            if resource.optional:
+                continue
+            listed = await self.api.list(resource, self.namespace)
+            for item in listed.items:
+                item["kind"] = resource.kind
+                labels = item["metadata"].get("labels") or {}
+                if resource is PDCLUSTER or "pdcluster.dev/cluster" in labels:
+                    found.append(item)
+        return found
+
+    async def cluster(self, name: str) -> Manifest:
+        return await self.api.get(PDCLUSTER, self.namespace, name)
+
+    async def create(self, document: Manifest) -> Manifest:
+        metadata = {**document["metadata"], "namespace": self.namespace}
+        return await self.api.create(PDCLUSTER, {**document, "metadata": metadata})
+
+    async def edit(self, name: str, spec: dict[str, Any]) -> Manifest:
+        return await self.api.patch(PDCLUSTER, self.namespace, name, {"spec": spec})
+
+    async def delete(self, kind: str, name: str) -> None:
+        resource = BY_KIND[kind]
+        found = await self.api.get(resource, self.namespace, name)
+        await self.api.delete(resource, self.namespace, name, uid=found["metadata"]["uid"])
+
+    async def until(
+        self, what: str, true: Callable[[], Awaitable[bool]], deadline_s: float = 60.0
+    ) -> None:
+        """Polls: what is waited for is on a server, not in this process."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not await true():
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            state = json.dumps([_brief(one) for one in await self.objects()], indent=1)
+            raise AssertionError(f"not within {deadline_s:g} s: {what}\n{state}") from None
+
+    async def until_ready(self, name: str, deadline_s: float = 60.0) -> None:
+        """The status is about the present spec, and all of it is there and serves."""
+
+        async def ready() -> bool:
+            return is_settled(await self.cluster(name))
+
+        await self.until(f"{name} is ready", ready, deadline_s)
+
+    async def until_empty(self, deadline_s: float = 60.0) -> None:
+        async def empty() -> bool:
+            return not await self.objects()
+
+        await self.until("nothing is left", empty, deadline_s)
+
+
+def is_settled(document: Manifest) -> bool:
+    status = document.get("status", {})
+    conditions = {one["type"]: one for one in status.get("conditions", [])}
+    if status.get("observedGeneration") != document["metadata"]["generation"]:
+        return False
+    return (
+        conditions["Ready"]["status"] == "True" and conditions["Progressing"]["status"] == "False"
+    )
+
+
+def normalised(objects: list[Manifest]) -> list[Manifest]:
+    """What two runs of the same story have in common."""
+    made = [_normal(item) for item in objects]
+    return sorted(made, key=lambda item: (item["kind"], item["metadata"]["name"]))
+
+
+_LOCAL = frozenset(
+    {
+        "uid", "resourceVersion", "creationTimestamp", "generation", "lastTransitionTime",
+        "observedGeneration", "namespace", "clusterIP", "clusterIPs", "podIP", "podIPs",
+        "startTime", "nodePort",
+    }
+)  # fmt: skip
+
+
+def _normal(value: Any) -> Any:
+    if isinstance(value, dict):
+        made = {name: _normal(item) for name, item in value.items() if name not in _LOCAL}
+        if "managedFields" in made:
+            fields = made["managedFields"]
+            made["managedFields"] = sorted(
+                {(one["manager"], one["operation"], one.get("subresource", "")) for one in fields}
+            )
+        return made
+    return [_normal(item) for item in value] if isinstance(value, list) else value
+
+
+def _brief(item: Manifest) -> dict[str, Any]:
+    status = item.get("status", {}) if item["kind"] == PDCLUSTER.kind else {}
+    return {
+        "kind": item["kind"],
+        "name": item["metadata"]["name"],
+        "replicas": item.get("spec", {}).get("replicas"),
+        "conditions": [
+            f"{one['type']}={one['status']} {one['reason']}: {one.get('message', '')}"
+            for one in status.get("conditions", [])
+        ],
+    }
