@@ -1,23 +1,25 @@
 """PURE. What a PDCluster becomes: (cluster, replicas, settings) -> Kubernetes manifests.
 
-For each pool a StatefulSet with its headless Service, named by the hash of what makes
-its pods differ; for the router a Deployment, the Service for clients, and a headless
-Service where workers announce themselves.
+For each pool a StatefulSet with its headless Service, named by the hash of what makes its
+pods differ; all else exists once: routers, accounts, policies, budgets, PDPools, monitors.
+Everything is in the form that the API server gives back, or what exists would never equal
+what is desired: canonical quantities, no empty values, protocols spelled out.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from pd_operator import podspec
-from pd_operator.api import API_VERSION, GROUP, KIND, Cluster, Pool, Role
-from pd_operator.podparts import Manifest, Settings, service_ports
-from pd_operator.podspec import ADMIN_PORT, CONTROL_PORT, HTTP_PORT, REVISION_LABEL
-
-APPLIED_ANNOTATION = f"{GROUP}/applied"
-_SET_LETTER = {Role.PREFILL: "p", Role.DECODE: "d", Role.COLOCATED: "c"}
+from pd_operator import children, monitors, pins, podspec, policies
+from pd_operator.api import Cluster, HostPath, InvalidCluster, Pool, Role
+from pd_operator.fields import FieldError
+from pd_operator.manifests import (
+    REVISION_LABEL,
+    owned,
+    selector,
+    set_name,
+)
+from pd_operator.manifests import revision_of as revision_of
+from pd_operator.podparts import Manifest, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Desired:
     surroundings: tuple[Manifest, ...]
     max_surge: int = 1
     max_unavailable: int = 0
+    pending_timeout_s: float = 300.0
     gpus: int | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -52,132 +55,70 @@ class Desired:
 
 
 def fixed_replicas(cluster: Cluster) -> dict[Role, int]:
-    """The replicas of pools that aren't scaled."""
+    """The replicas of pools that aren't scaled, and those that scaled ones start with."""
     return {pool.role: pool.replicas for pool in cluster.pools}
 
 
 def render(cluster: Cluster, replicas: Mapping[Role, int], settings: Settings) -> Desired:
-    """The manifests of a cluster. The same input always gives the same output."""
+    """The manifests of a cluster. The same input always gives the same output.
+
+    Raises InvalidCluster where the object asks for what can't be had where it is to run.
+    """
+    check_supported(cluster, settings)
     return Desired(
         pools=tuple(_pool(cluster, pool, replicas[pool.role], settings) for pool in cluster.pools),
-        surroundings=tuple(_router(cluster, settings)),
+        surroundings=(
+            *children.accounts(cluster),
+            *policies.network_policies(cluster, settings),
+            *children.router(cluster, settings),
+            *(children.pool_handle(cluster, pool) for pool in cluster.pools),
+            *children.disruption_budgets(cluster),
+            *monitors.monitors(cluster, settings),
+        ),
         max_surge=cluster.rollout.max_surge,
         max_unavailable=cluster.rollout.max_unavailable,
+        pending_timeout_s=cluster.rollout.pending_timeout_s,
         gpus=cluster.gpus,
-        labels=podspec.selector(cluster),
+        labels=selector(cluster),
     )
 
 
-def revision_of(template: Manifest) -> str:
-    """8 hex digits of everything that makes pods differ."""
-    text = json.dumps(template, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def set_name(cluster: str, role: Role, revision: str) -> str:
-    """At most 52 characters: the controller-revision-hash label adds 11 (63 in all)."""
-    return f"{cluster}-{_SET_LETTER[role]}-{revision}"
-
-
-def router_name(cluster: str) -> str:
-    return f"{cluster}-router"
+def check_supported(cluster: Cluster, settings: Settings) -> None:
+    """Raises InvalidCluster with what these settings don't allow."""
+    errors = []
+    if isinstance(cluster.model.source, HostPath) and not settings.host_paths:
+        problem = "is for `pdcluster up` on one machine: restricted pods can't mount it"
+        remedy = "write persistentVolumeClaim, image or huggingFace"
+        errors.append(FieldError("spec.model.source.hostPath", problem, remedy))
+    if cluster.transport not in settings.transports:
+        problem = f"is {cluster.transport}, which the engine doesn't have yet"
+        remedy = f"write {' or '.join(settings.transports)}"
+        errors.append(FieldError("spec.kvTransfer.transport", problem, remedy))
+    if errors:
+        raise InvalidCluster(errors)
 
 
 def _pool(cluster: Cluster, pool: Pool, replicas: int, settings: Settings) -> DesiredPool:
-    template = podspec.worker_template(cluster, pool, settings)
+    # From here on only what makes pods differ is there, so that nothing else can.
+    inputs = pins.inputs_of(cluster, pool.role)
+    template = podspec.worker_template(inputs, pool.role, settings)
     revision = revision_of(template)
     name = set_name(cluster.name, pool.role, revision)
-    selector = podspec.selector(cluster, pool.role.value) | {REVISION_LABEL: revision}
-    template["metadata"]["labels"] |= selector
-    stateful_set = _object(
-        cluster, "apps/v1", "StatefulSet", name, selector,
+    labels = selector(cluster, pool.role.value) | {REVISION_LABEL: revision}
+    template["metadata"]["labels"] |= labels
+    stateful_set = owned(
+        cluster, "apps/v1", "StatefulSet", name, labels,
         {
-            "replicas": replicas,
-            "serviceName": name,
-            "podManagementPolicy": "Parallel",
-            "revisionHistoryLimit": 1,
-            "selector": {"matchLabels": selector},
-            "template": template,
+            "spec": {
+                "replicas": replicas,
+                "serviceName": name,
+                "podManagementPolicy": "Parallel",
+                "revisionHistoryLimit": 1,
+                "selector": {"matchLabels": labels},
+                "template": template,
+            }
         },
     )  # fmt: skip
-    service = _object(
-        cluster, "v1", "Service", name, selector,
-        {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector,
-            "ports": service_ports(podspec.WORKER_PORTS),
-        },
-    )  # fmt: skip
+    service = children.pool_service(cluster, pool.role, name, revision)
+    stateful_set = pins.recorded(stateful_set, cluster, pool.role, settings.version)
     return DesiredPool(pool.role, revision, replicas, pool.gpus_each, service, stateful_set)
-
-
-def _router(cluster: Cluster, settings: Settings) -> list[Manifest]:
-    selector = podspec.selector(cluster, podspec.ROUTER)
-    name = router_name(cluster.name)
-    client = _object(
-        cluster, "v1", "Service", name, selector,
-        {"selector": selector, "ports": service_ports({"http": HTTP_PORT})},
-    )  # fmt: skip
-    control = _object(
-        cluster, "v1", "Service", podspec.control_name(cluster.name), selector,
-        {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector,
-            "ports": service_ports({"control": CONTROL_PORT, "admin": ADMIN_PORT}),
-        },
-    )  # fmt: skip
-    deployment = _object(
-        cluster, "apps/v1", "Deployment", name, selector,
-        {
-            "replicas": cluster.router.replicas,
-            "revisionHistoryLimit": 1,
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
-            },
-            "selector": {"matchLabels": selector},
-            "template": podspec.router_template(cluster, settings),
-        },
-    )  # fmt: skip
-    return [client, control, deployment]
-
-
-def _object(
-    cluster: Cluster, api_version: str, kind: str, name: str, labels: Mapping[str, str], spec: Any
-) -> Manifest:
-    """An object that the cluster owns, with a hash that shows when it is to be applied again."""
-    manifest: Manifest = {
-        "apiVersion": api_version,
-        "kind": kind,
-        "metadata": {
-            "name": name,
-            "namespace": cluster.namespace,
-            "labels": dict(labels),
-            "ownerReferences": [_owner(cluster)],
-        },
-        "spec": spec,
-    }
-    manifest["metadata"]["annotations"] = {APPLIED_ANNOTATION: applied_hash(manifest)}
-    return manifest
-
-
-def applied_hash(manifest: Manifest) -> str:
-    """Of all but the replicas, which are written apart.
-
-    Comparing fields alone wouldn't show a field that we no longer write.
-    """
-    spec = {key: value for key, value in manifest["spec"].items() if key != "replicas"}
-    return revision_of({**manifest, "spec": spec})
-
-
-def _owner(cluster: Cluster) -> dict[str, Any]:
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "name": cluster.name,
-        "uid": cluster.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pd_operator.api import Role
+from pd_operator.manifests import REVISION_LABEL, ROLE_LABEL, ROUTER
 from pd_operator.podparts import Manifest
-from pd_operator.podspec import REVISION_LABEL, ROLE_LABEL, ROUTER
 
 _SIGNALLED = 128
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
@@ -29,7 +29,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """`ordinal` is the number of a StatefulSet's pod; -1 for others."""
+    """`ordinal` is the number of a StatefulSet's pod; -1 for others. `homeless`: no node
+    takes it."""
 
     name: str
     component: str
@@ -40,6 +41,8 @@ class PodView:
     terminating: bool
     restarts: int
     problem: Problem | None
+    created: str = ""
+    homeless: bool = False
 
     @property
     def serves(self) -> bool:
@@ -125,6 +128,8 @@ def pod_view(item: Manifest) -> PodView:
         terminating="deletionTimestamp" in metadata,
         restarts=sum(int(one.get("restartCount", 0)) for one in statuses),
         problem=_problem(item),
+        created=metadata.get("creationTimestamp", ""),
+        homeless=_condition(status, "PodScheduled") == "False",
     )
 
 

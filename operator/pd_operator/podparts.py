@@ -1,13 +1,14 @@
 """PURE. What every pod of ours has: environment, probes, scratch volumes, security."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pd_operator.api import Template
 
 Manifest = dict[str, Any]
 
+HOSTNAME = "kubernetes.io/hostname"
 LIVENESS_FAILURES = 6
 LIVENESS_GRACE_S = 2
 """A process that doesn't answer can't drain either."""
@@ -25,14 +26,39 @@ SCRATCH_MOUNTS: tuple[Manifest, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What the operator brings to each rendering."""
+class Peer:
+    """Pods of other namespaces, both by labels; without labels, any."""
 
+    namespace_labels: Mapping[str, str] = field(default_factory=dict)
+    pod_labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the operator brings to each rendering.
+
+    The defaults are those of one machine. On Kubernetes `host_paths` is False, since
+    restricted pods can't mount them, and the peers say whom NetworkPolicies let in:
+    `operators` to the routers' admin port, `monitors_from` to all metrics, `clients` (none
+    means everybody) to the API. `monitors`: PodMonitor and PrometheusRule are wanted, where
+    their kinds are there.
+    """
+
+    version: str = "0.1.0"
     engine_image: str = "pdcluster-engine:0.1.0"
     router_image: str = "pdcluster-router:0.1.0"
     engine_command: tuple[str, ...] = ("python", "-m", "pd_engine")
     router_command: tuple[str, ...] = ("python", "-m", "pd_router")
     convert_command: tuple[str, ...] = ("python", "-m", "pd_engine.convert")
+    host_paths: bool = True
+    transports: tuple[str, ...] = ("auto", "tcp")
+    rdma_resource: str = "rdma/ib"
+    network_policies: bool = True
+    operators: tuple[Peer, ...] = ()
+    monitors_from: tuple[Peer, ...] = ()
+    clients: tuple[Peer, ...] = ()
+    monitors: bool = True
+    monitor_labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def env(own: Mapping[str, str], template: Template) -> list[Manifest]:
@@ -51,7 +77,12 @@ def env(own: Mapping[str, str], template: Template) -> list[Manifest]:
         **own,
         **{item.name: item.value for item in template.env if item.name not in fields},
     }
-    return by_field + [{"name": name, "value": value} for name, value in values.items()]
+    return by_field + [_variable(name, value) for name, value in values.items()]
+
+
+def _variable(name: str, value: str) -> Manifest:
+    """The API server drops an empty value."""
+    return {"name": name, "value": value} if value else {"name": name}
 
 
 def secret_env(name: str, secret: str, key: str) -> Manifest:
@@ -111,7 +142,30 @@ def container(name: str, image: str, template: Template, fields: Mapping[str, An
     return made
 
 
+def own_mounts(template: Template) -> list[Manifest]:
+    """The user's mounts of the user's volumes."""
+    return [
+        {
+            "name": item.name,
+            "mountPath": item.path,
+            **({"readOnly": True} if item.read_only else {}),
+        }
+        for item in template.volume_mounts
+    ]
+
+
+def spread(labels: Mapping[str, str]) -> Manifest:
+    """Over nodes where there is a choice: one node's end takes as few of them as can be."""
+    return {
+        "maxSkew": 1,
+        "topologyKey": HOSTNAME,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": dict(labels)},
+    }
+
+
 def pod(
+    account: str,
     labels: Mapping[str, str],
     template: Template,
     containers: Sequence[Manifest],
@@ -121,6 +175,7 @@ def pod(
 ) -> Manifest:
     """A pod template with the user's overrides merged in."""
     spec: Manifest = {
+        "serviceAccountName": account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": grace_s,
@@ -132,13 +187,15 @@ def pod(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": list(containers),
-        "volumes": list(volumes),
+        "volumes": [*volumes, *({"name": one.name, **one.source} for one in template.volumes)],
     }
     optional = {
         "initContainers": list(init_containers),
         "nodeSelector": dict(template.node_selector),
         "tolerations": [_toleration(item) for item in template.tolerations],
         "priorityClassName": template.priority_class,
+        "runtimeClassName": template.runtime_class,
+        "imagePullSecrets": [{"name": name} for name in template.image_pull_secrets],
     }
     spec |= {name: value for name, value in optional.items() if value}
     metadata: Manifest = {"labels": dict(template.labels) | dict(labels)}

@@ -5,9 +5,15 @@ import json
 import math
 
 from pd_operator import podparts
-from pd_operator.api import GROUP, Cluster, Pool, Role
+from pd_operator.api import Cluster, Pool, Role
+from pd_operator.manifests import CLUSTER_LABEL as CLUSTER_LABEL
+from pd_operator.manifests import REVISION_LABEL as REVISION_LABEL
+from pd_operator.manifests import ROLE_LABEL as ROLE_LABEL
+from pd_operator.manifests import ROUTER as ROUTER
+from pd_operator.manifests import WORKER_LABEL, component, control_name, router_name, workers_name
+from pd_operator.manifests import selector as selector
 from pd_operator.modelfiles import model_files
-from pd_operator.podparts import SCRATCH_MOUNTS, SCRATCH_VOLUMES, Manifest, Settings
+from pd_operator.podparts import HOSTNAME, SCRATCH_MOUNTS, SCRATCH_VOLUMES, Manifest, Settings
 
 HTTP_PORT = 8000
 ADMIN_PORT = 9090
@@ -18,39 +24,18 @@ HEALTH_PORT = 9090
 WORKER_PORTS = {"work": WORK_PORT, "kv": KV_PORT, "health": HEALTH_PORT}
 ROUTER_PORTS = {"http": HTTP_PORT, "admin": ADMIN_PORT, "control": CONTROL_PORT}
 
-CLUSTER_LABEL = f"{GROUP}/cluster"
-ROLE_LABEL = f"{GROUP}/role"
-REVISION_LABEL = f"{GROUP}/revision"
-ROUTER = "router"
-
 HTTP_BIND_ENV = "PD_HTTP_BIND"
 GRACE_MARGIN_S = 15
 """How much longer than the drain a pod may take to end: closing sockets, freeing memory."""
 ROUTER_PRESTOP_S = 5
 """How long a router goes on after it left the Service, until every node has noticed."""
-STARTUP_S = 1800
+SHM_SIZE = "8Gi"
+"""At most: it counts as the container's memory, as far as it is used."""
 
 
-def control_name(cluster: str) -> str:
-    """The headless Service behind which the routers' control ports are."""
-    return f"{cluster}-control"
-
-
-def selector(cluster: Cluster, component: str = "") -> dict[str, str]:
-    """Labels of everything of a cluster, or of one of its components."""
-    labels = {
-        "app.kubernetes.io/name": "pdcluster",
-        "app.kubernetes.io/instance": cluster.name,
-        "app.kubernetes.io/managed-by": "pdcluster-operator",
-        CLUSTER_LABEL: cluster.name,
-    }
-    if component:
-        labels |= {"app.kubernetes.io/component": component, ROLE_LABEL: component}
-    return labels
-
-
-def worker_template(cluster: Cluster, pool: Pool, settings: Settings) -> Manifest:
+def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifest:
     """A worker's pod. Whatever differs here makes another revision."""
+    pool = next(pool for pool in cluster.pools if pool.role is role)
     template = pool.template
     image = template.image or settings.engine_image
     model = model_files(cluster.model.source, image, template, settings)
@@ -61,14 +46,19 @@ def worker_template(cluster: Cluster, pool: Pool, settings: Settings) -> Manifes
         "env": podparts.env(_engine_env(pool), template),
         "ports": podparts.container_ports(WORKER_PORTS),
         # Until it is loaded only this one runs: loading may stop the loop for seconds.
-        "startupProbe": podparts.probe("/readyz", "health", period_s=1, failures=STARTUP_S),
+        "startupProbe": podparts.probe(
+            "/readyz", "health", period_s=1, failures=math.ceil(pool.start_timeout_s)
+        ),
         "readinessProbe": podparts.probe("/readyz", "health", period_s=2, failures=3),
         "livenessProbe": podparts.liveness("/livez", "health"),
-        "volumeMounts": [*SCRATCH_MOUNTS, *model.mounts, *shm_mounts],
-        **_worker_resources(pool),
-    }
+        "volumeMounts": [
+            *SCRATCH_MOUNTS, *model.mounts, *shm_mounts, *podparts.own_mounts(template),
+        ],
+        **_worker_resources(cluster, pool, settings),
+    }  # fmt: skip
     made = podparts.pod(
-        selector(cluster, pool.role.value),
+        workers_name(cluster.name),
+        selector(cluster, role.value) | {WORKER_LABEL: cluster.name},
         template,
         [podparts.container("engine", image, template, fields)],
         model.init_containers,
@@ -78,7 +68,33 @@ def worker_template(cluster: Cluster, pool: Pool, settings: Settings) -> Manifes
     if pool.accelerator and pool.accelerator.product:
         by_product = {f"{pool.accelerator.resource}.product": pool.accelerator.product}
         made["spec"]["nodeSelector"] = by_product | made["spec"].get("nodeSelector", {})
+    made["spec"] |= _placement(cluster, role)
     return made
+
+
+def _placement(cluster: Cluster, role: Role) -> Manifest:
+    """Over many nodes, but near each other where the user says what near is.
+
+    Each worker wants to be near any worker of its cluster, itself included: with a wish to be
+    near the other role, the first of each would wait for ever.
+    """
+    place = cluster.colocate
+    found: Manifest = {}
+    if place is None or place.topology_key != HOSTNAME:
+        spread = podparts.spread(component(cluster, role.value))
+        found["topologySpreadConstraints"] = [spread]
+    if place is None:
+        return found
+    term = {
+        "topologyKey": place.topology_key,
+        "labelSelector": {"matchLabels": {WORKER_LABEL: cluster.name}},
+    }
+    wish: Manifest = {"preferredDuringSchedulingIgnoredDuringExecution": [
+        {"weight": 100, "podAffinityTerm": term}
+    ]}  # fmt: skip
+    if place.required:
+        wish = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    return found | {"affinity": {"podAffinity": wish}}
 
 
 def router_template(cluster: Cluster, settings: Settings) -> Manifest:
@@ -103,10 +119,11 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         "readinessProbe": podparts.probe("/health", "http", period_s=2, failures=3),
         "livenessProbe": podparts.liveness("/health", "admin"),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
-        "volumeMounts": [*SCRATCH_MOUNTS],
+        "volumeMounts": [*SCRATCH_MOUNTS, *podparts.own_mounts(template)],
         **podparts.resources(template.requests, template.limits),
     }
-    return podparts.pod(
+    made = podparts.pod(
+        router_name(cluster.name),
         selector(cluster, ROUTER),
         template,
         [podparts.container(ROUTER, image, template, fields)],
@@ -114,6 +131,8 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         SCRATCH_VOLUMES,
         ROUTER_PRESTOP_S + _drain_grace_s(cluster),
     )
+    made["spec"]["topologySpreadConstraints"] = [podparts.spread(component(cluster, ROUTER))]
+    return made
 
 
 def pair_revision(cluster: Cluster, settings: Settings) -> str:
@@ -166,13 +185,18 @@ def _engine_env(pool: Pool) -> dict[str, str]:
     return env
 
 
-def _worker_resources(pool: Pool) -> Manifest:
-    """A device is requested and limited alike, as Kubernetes wants it."""
-    device = {}
-    if pool.accelerator:
-        device = {pool.accelerator.resource: str(pool.accelerator.count)}
+def _worker_resources(cluster: Cluster, pool: Pool, settings: Settings) -> Manifest:
+    """A worker with a device gets what it asks for and nothing beyond: where only one of
+    requests and limits is given, the other is the same."""
+    template = pool.template
+    if pool.accelerator is None:
+        return podparts.resources(template.requests, template.limits)
+    devices = {pool.accelerator.resource: str(pool.accelerator.count)}
+    if cluster.transport == "nixl":
+        devices[settings.rdma_resource] = "1"
     return podparts.resources(
-        dict(pool.template.requests) | device, dict(pool.template.limits) | device
+        {**template.limits, **template.requests, **devices},
+        {**template.requests, **template.limits, **devices},
     )
 
 
@@ -180,7 +204,7 @@ def _shared_memory(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
     """GPU libraries want more of /dev/shm than a container's 64 MiB."""
     if pool.accelerator is None:
         return [], []
-    volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE}}
     return [volume], [{"name": "shm", "mountPath": "/dev/shm"}]
 
 

@@ -9,15 +9,21 @@ hold at every step:
 - pools that roll at the same time move in step, since old and new workers may not be
   able to work with each other;
 - at most two revisions of a pool live: an edit in the middle of a rollout drains the
-  half-done revision before the next one starts.
+  half-done revision before the next one starts;
+- all pods together, those of a surge as well, stay within the GPU budget. A new pod that
+  finds no node for too long gets an old one's place, as long as one of these serves on;
+- pools that the object has no more go when those that it has instead serve.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from pd_operator.api import Role
-from pd_operator.desired import APPLIED_ANNOTATION, Desired, DesiredPool
-from pd_operator.observed import Observed, Ref, SetView
+from pd_operator.applied import is_applied, unwanted
+from pd_operator.desired import Desired, DesiredPool
+from pd_operator.fields import format_duration
+from pd_operator.observed import Observed, PodView, Ref, SetView
 from pd_operator.podparts import Manifest
 
 
@@ -50,46 +56,40 @@ Operation = Apply | Scale | Delete
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do now. `rolling` pools aren't done; `blocked` says why one can't move."""
+    """What to do now. `rolling` pools aren't done, `leaving` ones the object has no more.
+
+    `blocked` says why one can't move, `held` why one keeps more replicas than it should have.
+    """
 
     operations: tuple[Operation, ...]
     rolling: frozenset[Role] = frozenset()
     blocked: str = ""
+    leaving: frozenset[Role] = frozenset()
+    held: str = ""
 
 
-def plan(desired: Desired, observed: Observed) -> Plan:
-    """The next operations; none when what exists is what is desired."""
+def plan(desired: Desired, observed: Observed, now: datetime | None = None) -> Plan:
+    """The next operations; none when what exists is what is desired. Without the time no
+    pod has waited for too long."""
     operations: list[Operation] = list(_surroundings(desired, observed))
-    step = _Step(desired, observed)
+    step = _Step(desired, observed, now)
     for pool in desired.pools:
         operations += _pool(pool, step)
-    operations += _unwanted_pools(desired, observed)
-    rolling = frozenset(pool.role for pool in desired.pools if step.old_sets(pool))
-    return Plan(tuple(operations), rolling, step.blocked)
+    operations += _leaving(step)
+    wanted = [*_refs(desired.surroundings), *(Ref("Service", pool.name) for pool in desired.pools)]
+    operations += [Delete(ref) for ref in unwanted(observed, wanted)]
+    return Plan(
+        tuple(operations),
+        frozenset(pool.role for pool in desired.pools if step.old_sets(pool)),
+        step.blocked,
+        frozenset(item.role for item in step.leaving()),
+        step.held,
+    )
 
 
-def is_applied(manifest: Manifest, existing: Manifest | None) -> bool:
-    """Whether an object has all that we say, and nothing that we said and say no more."""
-    if existing is None:
-        return False
-    annotations = existing["metadata"].get("annotations", {})
-    ours = manifest["metadata"]["annotations"][APPLIED_ANNOTATION]
-    return annotations.get(APPLIED_ANNOTATION) == ours and _is_within(manifest, existing)
-
-
-def _is_within(wanted: object, found: object) -> bool:
-    """Whether `found` has every field of `wanted`, and maybe more."""
-    if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(
-            key in found and _is_within(value, found[key]) for key, value in wanted.items()
-        )
-    if isinstance(wanted, list):
-        return (
-            isinstance(found, list)
-            and len(wanted) == len(found)
-            and all(_is_within(a, b) for a, b in zip(wanted, found, strict=True))
-        )
-    return wanted == found
+def _refs(manifests: Iterable[Manifest]) -> Iterator[Ref]:
+    for manifest in manifests:
+        yield Ref(manifest["kind"], manifest["metadata"]["name"])
 
 
 def _surroundings(desired: Desired, observed: Observed) -> Iterator[Operation]:
@@ -102,10 +102,13 @@ def _surroundings(desired: Desired, observed: Observed) -> Iterator[Operation]:
 class _Step:
     """The numbers of one planning step, of all pools together."""
 
-    def __init__(self, desired: Desired, observed: Observed) -> None:
+    def __init__(self, desired: Desired, observed: Observed, now: datetime | None) -> None:
         self.desired = desired
         self.observed = observed
         self.blocked = ""
+        self.held = ""
+        self.short_of_gpus = False
+        self._now = now
         self._headroom = self._gpu_headroom()
 
     def current(self, pool: DesiredPool) -> SetView | None:
@@ -114,6 +117,22 @@ class _Step:
 
     def old_sets(self, pool: DesiredPool) -> list[SetView]:
         return [item for item in self.observed.pool_sets(pool.role) if item.name != pool.name]
+
+    def leaving(self) -> list[SetView]:
+        """Sets of pools that the object has no more."""
+        wanted = {pool.role for pool in self.desired.pools}
+        return [item for item in self.observed.sets if item.role not in wanted]
+
+    def stranded(self, item: SetView | None) -> list[PodView]:
+        """Pods for which there has been no node for too long."""
+        if item is None or self._now is None:
+            return []
+        since = self._now - timedelta(seconds=self.desired.pending_timeout_s)
+        return [
+            pod
+            for pod in item.pods
+            if pod.homeless and pod.created and datetime.fromisoformat(pod.created) <= since
+        ]
 
     def _gpu_headroom(self) -> int | None:
         """GPUs that may be added; None without a budget. Pools that go count like the rest."""
@@ -129,6 +148,7 @@ class _Step:
         if self._headroom is None or pool.gpus_each == 0 or wanted <= now:
             return wanted
         grown = min(wanted, now + max(0, self._headroom) // pool.gpus_each)
+        self.short_of_gpus |= grown < wanted
         self._headroom -= (grown - now) * pool.gpus_each
         return grown
 
@@ -195,12 +215,15 @@ def _step_back(
 
 def _settled(pool: DesiredPool, current: SetView | None, step: _Step) -> Iterator[Operation]:
     """One revision lives: replicas change in place."""
-    if current is None:
-        yield from _apply_set(pool, None, pool.replicas, step.observed)
-        return
-    wanted = pool.replicas
-    if wanted < current.replicas:
+    now = current.replicas if current else 0
+    wanted = step.grow(pool, now, pool.replicas)
+    if current is not None and wanted < now:
         wanted = _scale_in(current, wanted, min(wanted, current.serving))
+        if wanted > pool.replicas:
+            step.held = step.held or (
+                f"{pool.role} keeps {wanted} replicas instead of {pool.replicas}: fewer would "
+                "take a worker that serves, while one of a lower number doesn't"
+            )
     yield from _apply_set(pool, current, wanted, step.observed)
 
 
@@ -218,16 +241,22 @@ def _roll(
     wanted = step.grow(pool, now, wanted)
     yield from _apply_set(pool, current, wanted, step.observed)
 
+    stranded = step.stranded(current)
     replaced = step.replaced(pool)
-    floor = max(0, pool.replicas - desired.max_unavailable - replaced)
-    if pool.replicas and not replaced and desired.max_surge:
+    unavailable = max(desired.max_unavailable, 1 if stranded else 0)
+    floor = max(0, pool.replicas - unavailable - replaced)
+    if pool.replicas and not replaced and (desired.max_surge or stranded):
         floor = max(1, floor)
     kept = _scale_in(old, min(floor, old.replicas), min(floor, old.serving))
     if kept < old.replicas:
         yield Scale(Ref("StatefulSet", old.name), kept)
     elif not old.replicas:
         yield from _drain(old, step.observed)
-    elif wanted == now == 0 and len(old.pods) == old.replicas and pool.replicas:
+    elif len(old.pods) > old.replicas or not pool.replicas:
+        pass  # one is on its way out, and makes room
+    elif stranded:
+        step.blocked = step.blocked or _why_stranded(pool, stranded, desired)
+    elif wanted == now == 0:
         step.blocked = step.blocked or _why_blocked(pool, desired)
 
 
@@ -236,6 +265,16 @@ def _why_blocked(pool: DesiredPool, desired: Desired) -> str:
     if desired.gpus is not None and desired.max_surge:
         return f"{problem} within budget.gpus ({desired.gpus}); raise it"
     return f"{problem}; raise rollout.maxSurge"
+
+
+def _why_stranded(pool: DesiredPool, stranded: list[PodView], desired: Desired) -> str:
+    first = stranded[0]
+    why = f" ({first.problem.message})" if first.problem and first.problem.message else ""
+    limit = format_duration(desired.pending_timeout_s)
+    return (
+        f"{pool.role} can't roll: no node took {first.name} within {limit}{why}, and no old "
+        "worker can be spared; make room on a node"
+    )
 
 
 def _scale_in(item: SetView, wanted: int, serving: int) -> int:
@@ -277,13 +316,60 @@ def _drain(item: SetView, observed: Observed) -> Iterator[Operation]:
             yield Delete(Ref("Service", item.name))
 
 
-def _unwanted_pools(desired: Desired, observed: Observed) -> Iterator[Operation]:
-    """Pools that the object has no more go when those that it has serve."""
-    wanted = {pool.role: pool for pool in desired.pools}
-    for pool in desired.pools:
-        serving = sum(item.serving for item in observed.pool_sets(pool.role))
-        if serving < pool.replicas - desired.max_unavailable:
-            return
-    for item in observed.sets:
-        if item.role not in wanted:
-            yield from _drain(item, observed)
+def _leaving(step: _Step) -> Iterator[Operation]:
+    """Pools that the object has no more go when those that it has serve.
+
+    Where these find no room beside them, the old ones make it, one by one, if workers may
+    be missing; the last of each role serves until each new pool has one that does.
+    """
+    leaving, desired = step.leaving(), step.desired
+    if not leaving:
+        return
+    serving = {
+        pool.role: sum(item.serving for item in step.observed.pool_sets(pool.role))
+        for pool in desired.pools
+    }
+    usable = all(serving[pool.role] or not pool.replicas for pool in desired.pools)
+    missing = max(pool.replicas - serving[pool.role] for pool in desired.pools)
+    if usable and missing <= desired.max_unavailable:
+        for item in leaving:
+            yield from _drain(item, step.observed)
+        return
+    stranded = [pod for pool in desired.pools for pod in step.stranded(step.current(pool))]
+    if not (step.short_of_gpus or stranded) or _moves(step):
+        return
+    if not desired.max_unavailable and not stranded:
+        step.blocked = step.blocked or _why_no_switch(desired, leaving)
+        return
+    spared = list(_spare(leaving, 0 if usable else 1))
+    if not spared:
+        step.blocked = step.blocked or _why_no_switch(desired, leaving)
+    yield from spared
+
+
+def _moves(step: _Step) -> bool:
+    """Whether anything still starts or ends of which more room may come."""
+    return any(
+        pod.terminating or not (pod.ready or pod.homeless or pod.problem)
+        for item in step.observed.sets
+        for pod in item.pods
+    ) or any(len(item.pods) < item.replicas for item in step.observed.sets)
+
+
+def _spare(leaving: list[SetView], least: int) -> Iterator[Operation]:
+    """One worker less of each, as long as so many serve."""
+    for item in leaving:
+        wanted = max(least, item.replicas - 1)
+        kept = _scale_in(item, wanted, min(item.serving, max(least, item.serving - 1)))
+        if kept < item.replicas:
+            yield Scale(Ref("StatefulSet", item.name), kept)
+
+
+def _why_no_switch(desired: Desired, leaving: list[SetView]) -> str:
+    new = " and ".join(sorted(pool.role for pool in desired.pools))
+    old = " and ".join(sorted({item.role for item in leaving}))
+    problem = f"{new} can't start: there is no room beside {old}, which serve until it does"
+    if desired.gpus is None:
+        return f"{problem}; make room on a node"
+    remedy = "raise it" if desired.max_unavailable else "raise it, or write maxUnavailable: 1"
+    return f"{problem}, within budget.gpus ({desired.gpus}); {remedy}"

@@ -90,8 +90,23 @@ def running(wanted: Desired) -> list[Manifest]:
     for item in wanted.pools:
         found += [item.service, item.stateful_set]
         found += [pod(item.stateful_set, ordinal) for ordinal in range(item.replicas)]
-    [deployment] = [item for item in wanted.surroundings if item["kind"] == "Deployment"]
+    deployment = routers(wanted)
     return [*found, *(pod(deployment, n) for n in range(deployment["spec"]["replicas"]))]
+
+
+def child(wanted: Desired, kind: str, name: str) -> Manifest:
+    """The one object of that kind and name, pools' sets aside."""
+    [found] = [
+        item
+        for item in wanted.surroundings
+        if (item["kind"], item["metadata"]["name"]) == (kind, name)
+    ]
+    return found
+
+
+def routers(wanted: Desired) -> Manifest:
+    [found] = [item for item in wanted.surroundings if item["kind"] == "Deployment"]
+    return found
 
 
 def pool_set(wanted: Desired, role: Role) -> Manifest:

@@ -9,7 +9,7 @@ import pytest
 from pd_operator import podspec
 from pd_operator.api import Role
 from pd_operator.podparts import Manifest, Settings
-from tests.pd_operator.objects import SETTINGS, cluster, flags, pool_set, rendered
+from tests.pd_operator.objects import SETTINGS, cluster, flags, pool_set, rendered, routers
 
 _GPU = {"resource": "nvidia.com/gpu", "product": "NVIDIA-H100-80GB-HBM3"}
 
@@ -36,9 +36,20 @@ def test_kinds_and_names_of_the_surroundings() -> None:
     made = rendered(cluster())
     found = [(item["kind"], item["metadata"]["name"]) for item in made.surroundings]
     assert found == [
+        ("ServiceAccount", "chat-router"),
+        ("ServiceAccount", "chat-workers"),
+        ("NetworkPolicy", "chat-router"),
+        ("NetworkPolicy", "chat-workers"),
         ("Service", "chat-router"),
         ("Service", "chat-control"),
         ("Deployment", "chat-router"),
+        ("PDPool", "chat-prefill"),
+        ("PDPool", "chat-decode"),
+        ("PodDisruptionBudget", "chat-router"),
+        ("PodDisruptionBudget", "chat-prefill"),
+        ("PodDisruptionBudget", "chat-decode"),
+        ("PodMonitor", "chat"),
+        ("PrometheusRule", "chat"),
     ]
 
 
@@ -64,7 +75,7 @@ def test_everything_is_labelled_and_owned() -> None:
 
 def test_selectors_find_their_own_pods_and_no_others() -> None:
     made = rendered(cluster())
-    workloads = [p.stateful_set for p in made.pools] + [made.surroundings[2]]
+    workloads = [p.stateful_set for p in made.pools] + [routers(made)]
     for one in workloads:
         wanted = one["spec"]["selector"]["matchLabels"].items()
         matched = [
@@ -125,7 +136,7 @@ def test_colocated_workers_do_both() -> None:
 
 
 def test_router_flags() -> None:
-    deployment = rendered(cluster(**{"spec.router.replicas": 3})).surroundings[2]
+    deployment = routers(rendered(cluster(**{"spec.router.replicas": 3})))
     assert deployment["spec"]["replicas"] == 3
     assert flags(deployment) == {
         "model": "smollm2",
@@ -149,7 +160,7 @@ def test_flags_are_those_that_the_programs_take() -> None:
     for pool in made.pools:
         [container] = template(pool.stateful_set)["containers"]
         assert engine.parse(container["args"]).served_name == "smollm2"
-    [container] = template(made.surroundings[2])["containers"]
+    [container] = template(routers(made))["containers"]
     addresses = [item.replace("$(POD_IP)", "10.0.0.1") for item in container["args"]]
     addresses = [item.replace("$(PD_HTTP_BIND)", "10.0.0.1:8000") for item in addresses]
     assert router.parse(addresses).model == "smollm2"
@@ -200,14 +211,14 @@ def test_probes_and_grace() -> None:
     assert liveness["periodSeconds"] * liveness["failureThreshold"] <= 10
     assert liveness["terminationGracePeriodSeconds"] < 10
     assert pod["terminationGracePeriodSeconds"] > 30
-    router = template(made.surroundings[2])
+    router = template(routers(made))
     assert router["terminationGracePeriodSeconds"] >= pod["terminationGracePeriodSeconds"]
     assert router["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
 
 
 def test_pods_are_restricted() -> None:
     made = rendered(cluster())
-    for workload in [*(p.stateful_set for p in made.pools), made.surroundings[2]]:
+    for workload in [*(p.stateful_set for p in made.pools), routers(made)]:
         pod = template(workload)
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -226,7 +237,7 @@ def test_a_device_brings_limits_shared_memory_and_a_node() -> None:
     device = {"nvidia.com/gpu": "1"}
     assert container["resources"] == {"requests": device, "limits": device}
     assert pod["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3"}
-    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod["volumes"]
     assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
 
 
@@ -337,4 +348,4 @@ def test_settings_choose_programs_and_images() -> None:
     made = rendered(cluster(), settings)
     [container] = template(pool_set(made, Role.DECODE))["containers"]
     assert (container["image"], container["command"]) == ("e:9", ["engine"])
-    assert template(made.surroundings[2])["containers"][0]["image"] == "r:9"
+    assert template(routers(made))["containers"][0]["image"] == "r:9"

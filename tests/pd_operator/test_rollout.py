@@ -44,9 +44,20 @@ def test_creation_in_order() -> None:
     plan = World().step(desired)
     prefill, decode = name(desired, Role.PREFILL), name(desired, Role.DECODE)
     assert texts(plan) == [
+        "apply ServiceAccount chat-router",
+        "apply ServiceAccount chat-workers",
+        "apply NetworkPolicy chat-router",
+        "apply NetworkPolicy chat-workers",
         "apply Service chat-router",
         "apply Service chat-control",
         "apply Deployment chat-router",
+        "apply PDPool chat-prefill",
+        "apply PDPool chat-decode",
+        "apply PodDisruptionBudget chat-router",
+        "apply PodDisruptionBudget chat-prefill",
+        "apply PodDisruptionBudget chat-decode",
+        "apply PodMonitor chat",
+        "apply PrometheusRule chat",
         f"apply Service {prefill}",
         f"apply StatefulSet {prefill}",
         f"apply Service {decode}",
