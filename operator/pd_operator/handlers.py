@@ -60,26 +60,40 @@ class Life:
     def __init__(self, operator: Operator, stop: asyncio.Event) -> None:
         self._operator = operator
         self._stop = stop
+        self._flag = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
     async def run(self, namespace: str) -> None:
         """Raises what ended the operator, if it didn't end by being told to."""
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+        relay = asyncio.create_task(self._relay())
+        try:
+            while not await self._run_once(namespace):
+                if self._failure is not None:
+                    raise self._failure
+                await asyncio.sleep(AGAIN_S)
+        finally:
+            relay.cancel()
+
+    async def _run_once(self, namespace: str) -> bool:
+        """Whether it ended by being told to. kopf's own errors end it, too."""
         scope: dict[str, Any] = {"namespaces": [namespace]} if namespace else {"clusterwide": True}
-        while True:
-            try:
-                await kopf.operator(
-                    registry=self._registry(), settings=settings(), stop_flag=self._stop, **scope
-                )
-            except Exception:
-                log.exception("kopf has ended by an error")
-            else:
-                if self._failure is None:
-                    return
-            if self._failure is not None:
-                raise self._failure
-            await asyncio.sleep(AGAIN_S)
+        self._flag = asyncio.Event()
+        if self._stop.is_set():
+            return True
+        try:
+            await kopf.operator(
+                registry=self._registry(), settings=settings(), stop_flag=self._flag, **scope
+            )
+        except Exception:
+            log.exception("kopf has ended by an error")
+            return False
+        return self._failure is None
+
+    async def _relay(self) -> None:
+        await self._stop.wait()
+        self._flag.set()
 
     def _registry(self) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()
@@ -97,9 +111,10 @@ class Life:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             self._failure = task.exception() or RuntimeError("the operator ended by itself")
-            self._stop.set()
+            self._flag.set()
 
     async def _end(self, **_: Any) -> None:
+        self._flag.set()  # kopf would wait five seconds for its own waiter for it
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -124,7 +139,7 @@ def settings() -> kopf.OperatorSettings:
     made.scanning.disabled = True
     made.queueing.idle_timeout = 1.0
     made.watching.connect_timeout = CONNECT_S
-    made.watching.server_timeout = 600.0
+    made.watching.server_timeout = 600  # an integer, or the API server refuses it
     made.watching.reconnect_backoff = 1.0
     made.networking.request_timeout = REQUEST_S
     made.networking.error_backoffs = Backoffs()

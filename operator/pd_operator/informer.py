@@ -57,6 +57,7 @@ class Watcher:
         self._on_restart = on_restart
         self._version: str | None = None
         self._ahead = False
+        self._trouble = ""
 
     def fresh(self) -> bool:
         return time.monotonic() - self.heard_at < FRESH_S
@@ -76,7 +77,7 @@ class Watcher:
                     wait_s = 0.0
             pause_s = min(BACKOFF_S[1], pause_s * 2)
             if self.heard_at != heard_at:
-                pause_s = BACKOFF_S[0]
+                pause_s, self._trouble = BACKOFF_S[0], ""
             if wait_s:
                 await asyncio.sleep(wait_s * random.uniform(0.7, 1.3))
 
@@ -137,8 +138,15 @@ class Watcher:
                 self._vanish()
                 return ABSENT_S
             case _:
-                log.warning("watch kind=%s: %s", self.resource.kind, error)
+                self._complain(error)
         return max(pause_s, error.retry_after_s)
+
+    def _complain(self, error: apierrors.ApiError) -> None:
+        """Once for each kind of trouble: an outage has many failures a second."""
+        trouble = type(error).__name__
+        if trouble != self._trouble:
+            log.warning("watch kind=%s: %s", self.resource.kind, error)
+        self._trouble = trouble
 
     def _vanish(self) -> None:
         """The kind isn't there (any more); that is heard from the server, too."""

@@ -33,7 +33,6 @@ STATEFUL_SET = Resource("StatefulSet", "statefulsets", "apps")
 DEPLOYMENT = Resource("Deployment", "deployments", "apps")
 SERVICE = Resource("Service", "services")
 SERVICE_ACCOUNT = Resource("ServiceAccount", "serviceaccounts")
-CONFIG_MAP = Resource("ConfigMap", "configmaps")
 POD = Resource("Pod", "pods")
 DISRUPTION_BUDGET = Resource("PodDisruptionBudget", "poddisruptionbudgets", "policy")
 NETWORK_POLICY = Resource("NetworkPolicy", "networkpolicies", "networking.k8s.io")
@@ -50,7 +49,6 @@ CHILDREN = (
     DEPLOYMENT,
     SERVICE,
     SERVICE_ACCOUNT,
-    CONFIG_MAP,
     DISRUPTION_BUDGET,
     NETWORK_POLICY,
     POD_MONITOR,
