@@ -30,6 +30,7 @@ SILENCE_S = 70.0
 """How long a watch may say nothing: bookmarks come every 60 s."""
 SPEC_MANAGER = "pdcluster-operator"
 STATUS_MANAGER = "pdcluster-operator-status"
+REPLICAS_MANAGER = "pdcluster-operator-replicas"
 
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"

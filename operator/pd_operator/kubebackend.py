@@ -12,11 +12,12 @@ from pd_operator import apierrors, conflicts
 from pd_operator.conflicts import NameTaken, Taken
 from pd_operator.informer import Informer
 from pd_operator.keys import Key
-from pd_operator.kube import STATUS_MANAGER, Kube
+from pd_operator.kube import REPLICAS_MANAGER, STATUS_MANAGER, Kube
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
 from pd_operator.reconcile import World
-from pd_operator.resources import BY_KIND, CHILDREN, PDCLUSTER, POD, STATEFUL_SET
+from pd_operator.replicas import MARK, Write
+from pd_operator.resources import BY_KIND, CHILDREN, PDCLUSTER, PDPOOL, POD, STATEFUL_SET
 
 _NEVER = "1"
 """A version that no object of ours has: an apply with it succeeds only as a creation."""
@@ -100,6 +101,25 @@ class KubeBackend:
         }
         made = await self._kube.apply(resource, body, manager=STATUS_MANAGER, subresource="status")
         self._informer.wrote(resource.kind, made)
+
+    async def write_replicas(self, key: Key, write: Write) -> None:
+        """By a field manager of its own: whoever applies the PDPool's other fields without
+        its replicas would else take them away."""
+        del key
+        metadata = write.pool["metadata"]
+        body = {
+            "apiVersion": PDPOOL.api_version,
+            "kind": PDPOOL.kind,
+            "metadata": {
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "annotations": {MARK: write.mark},
+                **_preconditions(write.pool),
+            },
+            "spec": {"replicas": write.replicas},
+        }
+        made = await self._kube.apply(PDPOOL, body, manager=REPLICAS_MANAGER)
+        self._informer.wrote(PDPOOL.kind, made)
 
     def _held(self, key: Key, ref: Ref) -> Manifest:
         held = self._informer.get(ref.kind, key.namespace, ref.name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from pd_operator import api, conflicts, desired, notices, rollout, samples, status
+from pd_operator import api, conflicts, desired, notices, pins, replicas, rollout, samples, status
 from pd_operator.api import Cluster, Role
 from pd_operator.conflicts import NameTaken, Taken
 from pd_operator.desired import Desired
@@ -15,6 +15,11 @@ from pd_operator.measured import Samples
 from pd_operator.notices import Notice
 from pd_operator.observed import Observed, Ref, observe
 from pd_operator.podparts import Manifest, Settings
+from pd_operator.replicas import Standing
+from pd_operator.scaler import Scaler
+from pd_operator.scaling import telling
+from pd_operator.scaling.spec import is_scaled
+from pd_operator.scaling.types import Decision
 
 log = logging.getLogger("pd_operator.reconcile")
 
@@ -64,6 +69,8 @@ class Backend(Protocol):
 
     async def write_status(self, key: Key, document: Manifest, new: dict[str, Any]) -> None: ...
 
+    async def write_replicas(self, key: Key, write: replicas.Write) -> None: ...
+
 
 class Listener:
     """Hears what was done. All of it may be ignored."""
@@ -73,6 +80,21 @@ class Listener:
 
     def notices(self, document: Manifest, found: Sequence[Notice]) -> None:
         """What is worth an event."""
+
+    def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
+        """How large each pool is to be, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """How large each pool is to be, and how that came about."""
+
+    before: Mapping[Role, Standing]
+    decisions: Mapping[Role, Decision]
+
+    @property
+    def replicas(self) -> dict[Role, int]:
+        return {role: one.replicas for role, one in self.decisions.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +121,7 @@ class Reconciler:
         pace: Pace | None = None,
         read_samples: Callable[[Iterable[str]], Awaitable[Samples]] = samples.read,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        scaler: Scaler[Key] | None = None,
     ) -> None:
         self._backend = backend
         self._settings = settings
@@ -106,11 +129,13 @@ class Reconciler:
         self._pace = pace or Pace()
         self._read_samples = read_samples
         self._clock = clock
+        self._scaler = scaler or Scaler()
         self._written_at: dict[Key, datetime] = {}
 
     def forget(self, key: Key) -> None:
         """The object is gone."""
         self._written_at.pop(key, None)
+        self._scaler.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look without an event; None when the object is gone."""
@@ -121,16 +146,54 @@ class Reconciler:
             return None
         try:
             cluster = api.parse(world.document)
+            desired.check_supported(cluster, self._settings)
         except api.InvalidCluster as error:
             await self._write_invalid(key, world.document, error)
             return RESYNC_S
-        wanted = desired.render(cluster, _replicas(cluster), self._settings)
+        sizes = await self._decide(key, cluster, world, measured)
+        wanted = desired.render(cluster, sizes.replicas, self._settings)
+        wanted = pins.keep(wanted, cluster, observe(world.children))
         done = await self._carry_out(key, wanted, world)
+        await self._write_pools(key, cluster, done.seen, sizes)
         previous, now = world.document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
+        new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
         new = conflicts.with_taken(new, done.taken, previous, now)
         await self._write_status(key, world.document, new)
         return self._look_again_s(cluster, done)
+
+    async def _decide(self, key: Key, cluster: Cluster, world: World, measured: Samples) -> _Sizes:
+        """Written into the PDPools before anything follows from it: after a crash in between,
+        what was decided is still known."""
+        document = world.document or {}
+        seen = observe(world.children)
+        before = replicas.standings(cluster, seen, document.get("status", {}))
+        decisions = self._scaler.look(key, cluster, before, measured)
+        sizes = _Sizes(before, decisions)
+        for write in replicas.writes(cluster, seen, sizes.replicas):
+            await self._write_replicas(key, write)
+        found = replicas.notices(cluster, before, sizes.replicas)
+        found += telling.notices(decisions, before, status.timestamp(self._clock()))
+        for notice in found:
+            log.info("cluster=%s/%s %s: %s", *key, notice.reason, notice.text)
+        if found:
+            self._listener.notices(document, found)
+        self._listener.decided(key, decisions)
+        return sizes
+
+    async def _write_pools(self, key: Key, cluster: Cluster, seen: Observed, sizes: _Sizes) -> None:
+        """Seeds PDPools that were made just now, and says what runs of each."""
+        writes = replicas.writes(cluster, seen, sizes.replicas)
+        for write in writes:
+            await self._write_replicas(key, write)
+        written = {write.name for write in writes}
+        for item, new in replicas.pool_statuses(cluster, seen):
+            if item["metadata"]["name"] not in written:  # its version is another one now
+                await self._backend.write_status(key, item, new)
+
+    async def _write_replicas(self, key: Key, write: replicas.Write) -> None:
+        log.info("cluster=%s/%s PDPool %s: %d replicas", *key, write.name, write.replicas)
+        await self._backend.write_replicas(key, write)
 
     async def _measure(self, key: Key) -> Samples:
         world = await self._backend.observe(key)
@@ -141,7 +204,7 @@ class Reconciler:
         """Plans and applies until there is nothing more to do now."""
         for _ in range(MAX_ROUNDS):
             seen = observe(world.children)
-            plan = rollout.plan(_available(wanted, world.absent), seen)
+            plan = rollout.plan(_available(wanted, world.absent), seen, self._clock())
             taken = await self._perform_all(key, plan.operations)
             if not plan.operations or taken:
                 break
@@ -186,7 +249,7 @@ class Reconciler:
         if (
             written_at is not None
             and (now - written_at).total_seconds() < self._pace.status_s
-            and _without_numbers(old) == _without_numbers(new)
+            and status.only_numbers_differ(old, new)
         ):
             return
         await self._backend.write_status(key, document, new)
@@ -198,13 +261,11 @@ class Reconciler:
             return RETRY_S
         if done.plan.operations:
             return SOON_S
+        again_s = done.plan.again_s or RESYNC_S
         if not _addresses(done.seen):
-            return RESYNC_S
-        return self._pace.sample_s if cluster.slo.ttft or cluster.slo.tpot else self._pace.glance_s
-
-
-def _replicas(cluster: Cluster) -> Mapping[Role, int]:
-    return desired.fixed_replicas(cluster)
+            return min(again_s, RESYNC_S)
+        asked = cluster.slo.ttft or cluster.slo.tpot or is_scaled(cluster)
+        return min(again_s, self._pace.sample_s if asked else self._pace.glance_s)
 
 
 def _addresses(seen: Observed) -> list[str]:
@@ -217,16 +278,6 @@ def _available(wanted: Desired, absent: frozenset[str]) -> Desired:
         return wanted
     kept = tuple(one for one in wanted.surroundings if one["kind"] not in absent)
     return replace(wanted, surroundings=kept)
-
-
-def _without_numbers(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A status without what changes all the time."""
-    made = {}
-    for name, value in document.items():
-        if name in ("ttft", "tpot", "observed"):
-            continue
-        made[name] = _without_numbers(value) if isinstance(value, Mapping) else value
-    return made
 
 
 def describe(operation: rollout.Operation) -> str:

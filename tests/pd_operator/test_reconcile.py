@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 
-from pd_operator.measured import Samples
-from pd_operator.observed import Ref
-from pd_operator.podparts import Manifest
 from pd_operator.keys import Key
+from pd_operator.measured import Samples
+from pd_operator.observed import Ref, observe
+from pd_operator.podparts import Manifest
 from pd_operator.reconcile import RESYNC_S, Pace, Reconciler, World
+from pd_operator.replicas import MARK, Write, pool_statuses
 from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
 
 KEY = Key("default", "chat")
+POOL_OBJECTS = 4  # a StatefulSet and a Service for each of two pools
 
 
 @dataclass
@@ -27,6 +29,18 @@ class Backend:
     objects: dict[Ref, Manifest] = field(default_factory=dict)
     writes: list[str] = field(default_factory=list)
     fails: bool = False
+
+    def settle(self) -> None:
+        """All that is desired is there and ready, and what PDPools say is right."""
+        of = cluster()
+        for item in running(rendered(of)):
+            if item["kind"] == "PDPool":
+                annotations = {**item["metadata"]["annotations"], MARK: "1"}
+                item = {**item, "metadata": {**item["metadata"], "annotations": annotations}}
+                item["spec"] = {"replicas": 1}
+            self.objects[Ref(item["kind"], item["metadata"]["name"])] = item
+        for item, status in pool_statuses(of, observe(self.objects.values())):
+            item["status"] = status
 
     async def observe(self, key: Key) -> World:
         assert key == KEY
@@ -52,6 +66,17 @@ class Backend:
         del self.objects[ref]
         self.writes.append(f"delete {ref.kind}")
 
+    async def write_replicas(self, key: Key, write: Write) -> None:
+        del key
+        metadata = write.pool["metadata"]
+        annotations = {**metadata.get("annotations", {}), MARK: write.mark}
+        self.objects[Ref("PDPool", write.name)] = {
+            **write.pool,
+            "metadata": {**metadata, "annotations": annotations},
+            "spec": {"replicas": write.replicas},
+        }
+        self.writes.append(f"replicas {write.name} {write.replicas}")
+
     async def write_status(self, key: Key, document: Manifest, new: dict[str, Any]) -> None:
         del key
         document["status"] = new
@@ -76,7 +101,8 @@ def test_creation_then_no_writes(run) -> None:
     backend = Backend(document())
     made = reconciler(backend)
     assert run(made.reconcile(KEY)) == RESYNC_S
-    assert len([write for write in backend.writes if write != "status"]) == 7
+    applied = [write for write in backend.writes if write.startswith("apply")]
+    assert len(applied) == len(rendered(cluster()).surroundings) + POOL_OBJECTS
 
     run(made.reconcile(KEY))
     backend.writes.clear()
@@ -87,8 +113,7 @@ def test_creation_then_no_writes(run) -> None:
 def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
     body = document()
     backend = Backend(body)
-    for item in running(rendered(cluster())):
-        backend.objects[Ref(item["kind"], item["metadata"]["name"])] = item
+    backend.settle()
     asked: list[str] = []
     assert run(reconciler(backend, asked).reconcile(KEY)) == Pace().glance_s
     assert backend.writes == ["status"]
@@ -96,17 +121,20 @@ def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
     assert asked == ["10.0.0.1"]
 
 
-def test_an_edit_of_the_replicas_is_one_write(run) -> None:
+def test_an_edit_of_the_replicas_says_so_before_anything_follows(run) -> None:
     backend = Backend(document(**{"spec.decode.replicas": 3}))
-    for item in running(rendered(cluster())):
-        backend.objects[Ref(item["kind"], item["metadata"]["name"])] = item
+    backend.settle()
     run(reconciler(backend).reconcile(KEY))
-    assert backend.writes == ["scale StatefulSet", "status"]
+    assert backend.writes == ["replicas chat-decode 3", "scale StatefulSet", "status"]
 
 
 def test_an_unreadable_object_leaves_what_runs(run) -> None:
     backend = Backend(document(**{"spec.decode.replicas": "two"}))
-    backend.objects[Ref("StatefulSet", "x")] = {"kind": "StatefulSet"}
+    backend.objects[Ref("StatefulSet", "x")] = {
+        "kind": "StatefulSet",
+        "metadata": {"name": "x"},
+        "spec": {},
+    }
     run(reconciler(backend).reconcile(KEY))
     assert backend.writes == ["status"]
     assert backend.document is not None
@@ -125,4 +153,4 @@ def test_a_failing_backend_is_the_queues_affair(run) -> None:
         run(reconciler(backend).reconcile(KEY))
     backend.fails = False
     run(reconciler(backend).reconcile(KEY))
-    assert len(backend.objects) == 7
+    assert len(backend.objects) == len(rendered(cluster()).surroundings) + POOL_OBJECTS

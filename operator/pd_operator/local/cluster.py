@@ -23,6 +23,7 @@ from pd_operator.podparts import Manifest, Settings
 from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_LABEL, ROUTER
 from pd_operator.queue import Queue
 from pd_operator.reconcile import Pace, Reconciler, World
+from pd_operator.replicas import Write
 from pd_operator.status import timestamp
 
 _PACE = Pace(glance_s=5.0, status_s=0.0)
@@ -73,6 +74,9 @@ class LocalBackend:
         if self.documents.get(key) is document:
             document["status"] = new
             self._status_written()
+
+    async def write_replicas(self, key: Key, write: Write) -> None:
+        """There are no PDPools here: the status says a pool's size."""
 
 
 class LocalCluster:

@@ -63,8 +63,9 @@ def _raise_to_ratio(
         return
     prefill, decode = sizes[Role.PREFILL], sizes[Role.DECODE]
     if Role.DECODE in free and prefill > ratio.high * decode:
-        fitting = math.ceil(prefill / ratio.high - _ROUNDING) if ratio.high > 0 else decode
-        sizes[Role.DECODE] = max(decode, min(fitting, pools[Role.DECODE].maximum))
+        most = pools[Role.DECODE].maximum
+        fitting = most if prefill > ratio.high * most else prefill / ratio.high
+        sizes[Role.DECODE] = max(decode, math.ceil(fitting - _ROUNDING))
     elif Role.PREFILL in free and prefill < ratio.low * decode:
         fitting = math.ceil(ratio.low * decode - _ROUNDING)
         sizes[Role.PREFILL] = max(prefill, min(fitting, pools[Role.PREFILL].maximum))
