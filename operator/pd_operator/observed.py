@@ -9,6 +9,7 @@ from pd_operator.manifests import REVISION_LABEL, ROLE_LABEL, ROUTER
 from pd_operator.podparts import Manifest
 
 _SIGNALLED = 128
+_FINISHED = ("Succeeded", "Failed")
 _IMAGE_REASONS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull")
 
 
@@ -84,7 +85,9 @@ class Observed:
 def observe(objects: Iterable[Manifest]) -> Observed:
     """The view of a cluster's objects, pods included."""
     by_ref = {Ref(item["kind"], item["metadata"]["name"]): item for item in objects}
-    pods = [pod_view(item) for ref, item in by_ref.items() if ref.kind == "Pod"]
+    pods = [
+        pod_view(item) for ref, item in by_ref.items() if ref.kind == "Pod" and not _is_over(item)
+    ]
     sets = [
         _set_view(item, pods)
         for ref, item in by_ref.items()
@@ -93,6 +96,12 @@ def observe(objects: Iterable[Manifest]) -> Observed:
     sets.sort(key=lambda item: (item.created, item.name))
     routers = tuple(pod for pod in pods if pod.component == ROUTER)
     return Observed(by_ref, tuple(sets), routers)
+
+
+def _is_over(pod: Manifest) -> bool:
+    """An evicted router's pod stays there, although another one has taken its place."""
+    status = pod.get("status", {})
+    return _label(pod, ROLE_LABEL) == ROUTER and status.get("phase") in _FINISHED
 
 
 def _label(item: Manifest, label: str) -> str:
@@ -145,7 +154,9 @@ def _problem(pod: Manifest) -> Problem | None:
     status = pod.get("status", {})
     for condition in status.get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return Problem(condition.get("reason", "Unschedulable"), condition.get("message", ""))
+            # What follows is about evicting others, and long.
+            message = str(condition.get("message", "")).partition(" preemption:")[0].strip()
+            return Problem(condition.get("reason", "Unschedulable"), message)
     everyone = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
     for one in everyone:
         found = _container_problem(one)
@@ -160,8 +171,7 @@ def _container_problem(status: Manifest) -> Problem | None:
         return _restarting(status)
     reason = waiting.get("reason", "")
     if reason in _IMAGE_REASONS:
-        message = waiting.get("message", "can't be pulled")
-        return Problem("ImagePullBackOff", f"image {status.get('image', '')}: {message}")
+        return Problem("ImagePullBackOff", f"image {status.get('image', '')}: {_pull(waiting)}")
     if reason == "CrashLoopBackOff":
         return Problem(reason, f"{status['name']} {_how_it_ended(status)}")
     if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
@@ -169,10 +179,23 @@ def _container_problem(status: Manifest) -> Problem | None:
     return None
 
 
+def _pull(waiting: Manifest) -> str:
+    """The registry's answer: it stands in both of the messages that take turns."""
+    message = str(waiting.get("message", ""))
+    if message.startswith("Back-off pulling image"):
+        message = message.partition("ErrImagePull: ")[2]
+    return message or "can't be pulled"
+
+
 def _restarting(status: Manifest) -> Problem | None:
     """One that runs again after a crash: until it is ready, why it crashed is what counts."""
-    ended = status.get("lastState", {}).get("terminated") or {}
-    if status.get("ready") or "running" not in status.get("state", {}):
+    state = status.get("state", {})
+    ended = state.get("terminated") or status.get("lastState", {}).get("terminated") or {}
+    if "terminated" in state:
+        if not ended.get("exitCode"):
+            return None
+        return Problem("ContainerRestarting", f"{status['name']} {_how_it_ended(status)}")
+    if status.get("ready") or "running" not in state:
         return None
     if not status.get("restartCount") or not ended.get("exitCode"):
         return None
@@ -180,7 +203,8 @@ def _restarting(status: Manifest) -> Problem | None:
 
 
 def _how_it_ended(status: Manifest) -> str:
-    ended: Any = status.get("lastState", {}).get("terminated") or {}
+    ended: Any = status.get("state", {}).get("terminated")
+    ended = ended or status.get("lastState", {}).get("terminated") or {}
     code = ended.get("exitCode", "unknown")
     if isinstance(code, int) and code > _SIGNALLED:  # its last line had no part in that
         return f"was killed by signal {code - _SIGNALLED}"

@@ -17,7 +17,7 @@ hold at every step:
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from pd_operator.api import Role
 from pd_operator.applied import is_applied, unwanted
@@ -59,6 +59,7 @@ class Plan:
     """What to do now. `rolling` pools aren't done, `leaving` ones the object has no more.
 
     `blocked` says why one can't move, `held` why one keeps more replicas than it should have.
+    In `again_s` seconds the plan may be another one without any event.
     """
 
     operations: tuple[Operation, ...]
@@ -66,6 +67,7 @@ class Plan:
     blocked: str = ""
     leaving: frozenset[Role] = frozenset()
     held: str = ""
+    again_s: float | None = None
 
 
 def plan(desired: Desired, observed: Observed, now: datetime | None = None) -> Plan:
@@ -84,6 +86,7 @@ def plan(desired: Desired, observed: Observed, now: datetime | None = None) -> P
         step.blocked,
         frozenset(item.role for item in step.leaving()),
         step.held,
+        step.again_s(),
     )
 
 
@@ -125,14 +128,21 @@ class _Step:
 
     def stranded(self, item: SetView | None) -> list[PodView]:
         """Pods for which there has been no node for too long."""
-        if item is None or self._now is None:
-            return []
-        since = self._now - timedelta(seconds=self.desired.pending_timeout_s)
-        return [
-            pod
-            for pod in item.pods
-            if pod.homeless and pod.created and datetime.fromisoformat(pod.created) <= since
-        ]
+        limit = self.desired.pending_timeout_s
+        return [] if item is None else [pod for pod in item.pods if self._homeless_s(pod) >= limit]
+
+    def _homeless_s(self, pod: PodView) -> float:
+        if not pod.homeless or not pod.created or self._now is None:
+            return -1.0
+        return (self._now - datetime.fromisoformat(pod.created)).total_seconds()
+
+    def again_s(self) -> float | None:
+        """When the next pod of a pool that changes will have waited for too long."""
+        if not self.leaving() and not any(self.old_sets(pool) for pool in self.desired.pools):
+            return None
+        waited = [self._homeless_s(pod) for item in self.observed.sets for pod in item.pods]
+        left = [self.desired.pending_timeout_s - one for one in waited if one >= 0]
+        return min((one for one in left if one > 0), default=None)
 
     def _gpu_headroom(self) -> int | None:
         """GPUs that may be added; None without a budget. Pools that go count like the rest."""

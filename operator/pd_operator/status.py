@@ -20,6 +20,10 @@ _ROLE_CONDITION = {
 }
 
 
+MAX_MESSAGE = 1024
+_NUMBERS = frozenset({"ttft", "tpot", "observed"})
+
+
 @dataclass(frozen=True, slots=True)
 class _Condition:
     type: str
@@ -60,15 +64,50 @@ def status_of(
         },
         "conditions": _documents(conditions, cluster.generation, previous, now),
     }
+    latencies = _latencies(cluster, samples)
     for pool in desired.pools:
-        status[pool.role.value] = _pool_status(pool.role, pool.replicas, pool.revision, observed)
-    for name, value_s in (
-        ("ttft", samples.ttft_s(_percentile(cluster.slo.ttft))),
-        ("tpot", samples.tpot_s(_percentile(cluster.slo.tpot))),
-    ):
-        if value_s is not None:
-            status[name] = format_latency(value_s)
-    return status
+        made = _pool_status(pool.role, pool.replicas, pool.revision, observed)
+        text = _observed(pool.role, latencies)
+        status[pool.role.value] = made | ({"observed": text} if text else {})
+    status["summary"] = {
+        name: status.get(name, status.get("colocated", {})).get("readiness", "-")
+        for name in ("prefill", "decode")
+    }
+    return status | latencies
+
+
+def _latencies(cluster: Cluster, samples: Samples) -> dict[str, str]:
+    """Those that are known: no requests, no number."""
+    found = {
+        "ttft": samples.ttft_s(_percentile(cluster.slo.ttft)),
+        "tpot": samples.tpot_s(_percentile(cluster.slo.tpot)),
+    }
+    return {name: format_latency(value) for name, value in found.items() if value is not None}
+
+
+def _observed(role: Role, latencies: Mapping[str, str]) -> str:
+    """What a pool answers for."""
+    ttft, tpot = latencies.get("ttft", ""), latencies.get("tpot", "")
+    if role is Role.COLOCATED:
+        parts = (("TTFT", ttft), ("TPOT", tpot))
+        return ", ".join(f"{name} {value}" for name, value in parts if value)
+    return ttft if role is Role.PREFILL else tpot
+
+
+def only_numbers_differ(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether the only news are latencies and what follows from them: these change all the
+    time, and needn't be written each time."""
+    return _without_numbers(old) == _without_numbers(new)
+
+
+def _without_numbers(document: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, value in document.items():
+        if name == "conditions":
+            made[name] = [one for one in value if one["type"] != "SLOMet"]
+        elif name not in _NUMBERS:
+            made[name] = _without_numbers(value) if isinstance(value, Mapping) else value
+    return made
 
 
 def invalid_status(
@@ -101,12 +140,12 @@ def columns(document: Mapping[str, Any], now: datetime) -> dict[str, str]:
     """What `kubectl get pdc` shows of an object."""
     status = document.get("status", {})
     conditions = {one["type"]: one["status"] for one in status.get("conditions", [])}
-    colocated = status.get("colocated", {}).get("readiness")
+    summary = status.get("summary", {})
     return {
         "NAME": document["metadata"]["name"],
         "READY": conditions.get("Ready", "Unknown"),
-        "PREFILL": status.get("prefill", {}).get("readiness") or colocated or "-",
-        "DECODE": status.get("decode", {}).get("readiness") or colocated or "-",
+        "PREFILL": summary.get("prefill", "-"),
+        "DECODE": summary.get("decode", "-"),
         "TTFT": status.get("ttft", "-"),
         "TPOT": status.get("tpot", "-"),
         "MODEL": status.get("model") or document["spec"]["model"]["name"],
@@ -179,7 +218,7 @@ def _ready(parts: Sequence[_Condition], plan: Plan) -> _Condition:
     for part in parts:
         if not part.status:
             return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
-    if plan.rolling:
+    if plan.rolling or plan.leaving:
         return _Condition("Ready", False, "RollingOut", _rolling_text(plan))
     if all(part.reason == "ScaledToZero" for part in parts[:-1]):
         return _Condition("Ready", True, "ScaledToZero")
@@ -197,14 +236,20 @@ def _available(desired: Desired, observed: Observed) -> _Condition:
 
 
 def _rolling_text(plan: Plan) -> str:
-    return f"{' and '.join(sorted(plan.rolling))} on the way to a new revision"
+    texts = [f"{' and '.join(sorted(plan.rolling))} on the way to a new revision"]
+    if plan.leaving:
+        leaving = f"{' and '.join(sorted(plan.leaving))} on the way out"
+        texts = [*texts, leaving] if plan.rolling else [leaving]
+    return "; ".join(texts)
 
 
 def _progressing(plan: Plan) -> _Condition:
     if plan.blocked:
         return _Condition("Progressing", False, "RolloutBlocked", plan.blocked)
-    if plan.rolling:
+    if plan.rolling or plan.leaving:
         return _Condition("Progressing", True, "RollingOut", _rolling_text(plan))
+    if plan.held:
+        return _Condition("Progressing", False, "ScaleInHeld", plan.held)
     if plan.operations:
         return _Condition("Progressing", True, "Applying")
     return _Condition("Progressing", False, "UpToDate")
@@ -255,12 +300,16 @@ def _documents(
                 "type": condition.type,
                 "status": text,
                 "reason": condition.reason,
-                "message": condition.message,
+                "message": _clipped(condition.message),
                 "observedGeneration": generation,
                 "lastTransitionTime": old["lastTransitionTime"] if old and unchanged else now,
             }
         )
     return documents
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 1]}…"
 
 
 def _from_document(document: Mapping[str, Any]) -> _Condition:
