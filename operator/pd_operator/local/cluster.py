@@ -28,6 +28,13 @@ from pd_operator.status import timestamp
 
 _PACE = Pace(glance_s=5.0, status_s=0.0)
 """Here one cluster is looked at by one person, and its status costs nothing."""
+_ABSENT = frozenset(
+    {
+        *("PDPool", "PodDisruptionBudget", "NetworkPolicy"),
+        *("ServiceAccount", "PodMonitor", "PrometheusRule"),
+    }
+)
+"""Kinds that mean nothing on one machine."""
 _SAVE_S = 0.2
 _READY_S = 0.1
 STOP_GRACE_S = 10.0
@@ -55,7 +62,7 @@ class LocalBackend:
         self.documents: dict[Key, Manifest] = {}
 
     async def observe(self, key: Key) -> World:
-        return World(self.documents.get(key), tuple(self._kubelet.objects()))
+        return World(self.documents.get(key), tuple(self._kubelet.objects()), _ABSENT)
 
     async def apply(self, key: Key, manifest: Manifest) -> None:
         del key
