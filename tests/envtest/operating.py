@@ -56,11 +56,12 @@ def is_counted(request: Request) -> bool:
 
 class CrashAfter:
     """Everything stops after so many writes have reached the server, as by SIGKILL: no answer
-    is seen, nothing is sent any more."""
+    is seen, nothing is sent any more. `crashed` comes first, `done` when the server is done."""
 
     def __init__(self, writes: int) -> None:
         self._left = writes
         self.crashed = asyncio.Event()
+        self.done = asyncio.Event()
         self.at: Request | None = None
 
     async def __call__(
@@ -77,6 +78,7 @@ class CrashAfter:
             self.at = request
         response = await send(request)
         if last:
+            self.done.set()
             await asyncio.Event().wait()
         return response
 
@@ -202,6 +204,8 @@ def normalised(objects: list[Manifest]) -> list[Manifest]:
 
 _LOCAL = frozenset(
     {
+        # hashes and records of manifests, with uids in them
+        "pdcluster.dev/applied", "pdcluster.dev/rendered",
         "uid", "resourceVersion", "creationTimestamp", "generation", "lastTransitionTime",
         "observedGeneration", "namespace", "clusterIP", "clusterIPs", "podIP", "podIPs",
         "startTime", "nodePort",
@@ -219,6 +223,20 @@ def _normal(value: Any) -> Any:
             )
         return made
     return [_normal(item) for item in value] if isinstance(value, list) else value
+
+
+def differences(a: Any, b: Any, path: str = "") -> list[str]:
+    """Where two values differ, for messages."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [
+            found
+            for key in sorted(a.keys() | b.keys())
+            for found in differences(a.get(key), b.get(key), f"{path}.{key}")
+        ]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [found for n, (x, y) in pairs for found in differences(x, y, f"{path}[{n}]")]
+    return [] if a == b else [f"{path}: {a!r} != {b!r}"]
 
 
 def _brief(item: Manifest) -> dict[str, Any]:
