@@ -90,7 +90,7 @@ class Proxy:
     async def _frames(self, reader: asyncio.StreamReader, up: asyncio.StreamWriter) -> None:
         number = 0
         while True:
-            prefix = await reader.readexactly(frames.LENGTH_BYTES)
+            prefix = await reader.readexactly(frames.PREFIX_BYTES)
             body = await reader.readexactly(frames.frame_length(prefix))
             frame = frames.parse_frame(body)
             size = frame.payload_bytes if isinstance(frame, PushHead) else 0

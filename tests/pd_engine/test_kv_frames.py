@@ -20,9 +20,20 @@ FIRST = (
 
 
 def body(framed: bytes) -> bytes:
-    length = frames.frame_length(framed[: frames.LENGTH_BYTES])
-    assert length == len(framed) - frames.LENGTH_BYTES
-    return framed[frames.LENGTH_BYTES :]
+    length = frames.frame_length(framed[: frames.PREFIX_BYTES])
+    assert length == len(framed) - frames.PREFIX_BYTES
+    return frames.checked(framed[: frames.PREFIX_BYTES], framed[frames.PREFIX_BYTES :])
+
+
+def test_a_bit_that_flips_is_noticed() -> None:
+    """Also where no payload is: token 0 is in a seal."""
+    framed = frames.encode_seal(SealHead(b"g" * 16, ID, 10, 0, 0, FIRST, 9))
+    prefix, rest = framed[: frames.PREFIX_BYTES], bytearray(framed[frames.PREFIX_BYTES :])
+    for at in range(len(rest)):
+        rest[at] ^= 1 << at % 8
+        with pytest.raises(frames.FrameError, match="altered"):
+            frames.checked(prefix, bytes(rest))
+        rest[at] ^= 1 << at % 8
 
 
 @pytest.mark.parametrize(
@@ -76,7 +87,7 @@ def test_who_is_refused_and_why() -> None:
 @pytest.mark.parametrize("length", [0, frames.MAX_FRAME_BYTES + 1, (1 << 32) - 1])
 def test_lengths_are_bounded(length: int) -> None:
     with pytest.raises(frames.FrameError, match=str(length)):
-        frames.frame_length(length.to_bytes(4, "big"))
+        frames.frame_length(length.to_bytes(4, "big") + bytes(4))
 
 
 def test_the_largest_seal_fits_and_a_larger_one_is_refused_here() -> None:

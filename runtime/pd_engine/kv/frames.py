@@ -1,10 +1,13 @@
 """The KV plane's frames: bytes on the socket <-> plain values. Pure.
 
-On the socket: a big-endian uint32 length, then a KvFrame (sender to target) or a
-KvReply (target to sender). After a push's frame follow its `payload_bytes`.
+On the socket: the length and the CRC-32 of what follows, both big-endian uint32, then a
+KvFrame (sender to target) or a KvReply (target to sender). After a push's frame follow its
+`payload_bytes`, which have a checksum of their own. Token 0 is in a seal: a bit that flips
+there would be as wrong as one in the KV.
 """
 
 import struct
+import zlib
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
@@ -15,11 +18,11 @@ from pd_engine.transfer import AbortHead, KvRange, PushHead, SealHead, TransferI
 from pd_engine.wire import first_tokens, kv_format, token_from_pb
 from pd_proto.v1 import engine_pb2 as pb
 
-LENGTH_BYTES = 4
+PREFIX_BYTES = 8
 MAX_FRAME_BYTES = 128 * 1024
 """Without payload. The largest is a seal: some 250 bytes a choice with 20 top logprobs."""
 
-_LENGTH = struct.Struct(">I")
+_PREFIX = struct.Struct(">II")
 
 
 class FrameError(Exception):
@@ -68,21 +71,29 @@ def refuse(hello: Hello, worker: str, epoch: str, layout: KvLayout) -> Failure |
     return None
 
 
-# ---- lengths ------------------------------------------------------------------------
+# ---- prefixes ------------------------------------------------------------------------
 
 
 def frame_length(prefix: bytes) -> int:
     """The length that announces a frame, checked before anything is allocated for it."""
-    (length,) = _LENGTH.unpack(prefix)
+    length, _ = _PREFIX.unpack(prefix)
     if not 0 < length <= MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
     return int(length)
 
 
+def checked(prefix: bytes, body: bytes) -> bytes:
+    """The body, if it is what its sender framed."""
+    _, check = _PREFIX.unpack(prefix)
+    if zlib.crc32(body) != check:
+        raise FrameError("a frame was altered on its way")
+    return body
+
+
 def _framed(body: bytes) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(body)} bytes; at most {MAX_FRAME_BYTES} can be sent")
-    return _LENGTH.pack(len(body)) + body
+    return _PREFIX.pack(len(body), zlib.crc32(body)) + body
 
 
 # ---- frames: sender -> target ---------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from pd_engine.kv.frames import LENGTH_BYTES, frame_length
+from pd_engine.kv.frames import PREFIX_BYTES, checked, frame_length
 
 BATCH_BYTES = 64 * 1024
 """Slices below it go through one buffer of this size: a system call costs more than the copy."""
@@ -113,12 +113,12 @@ async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
 
 
 async def receive_message(sock: socket.socket) -> bytes:
-    """One length-prefixed message."""
-    prefix = bytearray(LENGTH_BYTES)
+    """One message behind its prefix."""
+    prefix = bytearray(PREFIX_BYTES)
     await receive_exactly(sock, memoryview(prefix), within=False)
     body = bytearray(frame_length(bytes(prefix)))
     await receive_exactly(sock, memoryview(body))
-    return bytes(body)
+    return checked(bytes(prefix), bytes(body))
 
 
 async def receive_payload(
