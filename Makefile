@@ -13,6 +13,7 @@ LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-inde
 # Each has an image, and so a lock of its own: a part of all.lock.
 IMAGES := operator router engine
 PORT ?= 8000
+JOBS ?= 2
 
 .PHONY: help
 help: ## list these targets
@@ -64,6 +65,10 @@ images: $(STAMP) ## build our images and import them into that cluster
 .PHONY: test-cluster
 test-cluster: $(STAMP) ## the tests in real pods, on a cluster that they start (Linux, root)
 	@$(BIN)/python -m pytest e2e -m "not gpu"
+
+.PHONY: soak
+soak: $(STAMP) ## 10,000 seeds of the protocol's simulation (some ten minutes)
+	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
 
 .PHONY: check
 check: $(STAMP) ## format, lint, types, import rules, generated files, lock

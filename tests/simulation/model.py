@@ -1,0 +1,137 @@
+"""The model of a world: every token depends on every byte of the KV before it.
+
+A position's KV is a fingerprint of all tokens up to it, in all layers, in K and in V. A
+draw reads everything back by the row's block table, so KV that is wrong, missing, torn or
+somebody else's gives a wrong token; the reference knows the right ones.
+"""
+
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from pd_core.kv import KvLayout
+from pd_engine.types import Batch, Row, Sampled, StepOutput
+
+VOCAB = 1 << 20
+BLOCK_TOKENS = 4
+LAYOUT = KvLayout(
+    model_hash="m" * 64,
+    dtype="float32",
+    block_tokens=BLOCK_TOKENS,
+    layers=2,
+    kv_heads=1,
+    head_dim=1,
+)
+_ROOT = 0x5EED
+_WRONG = VOCAB - 1  # what is drawn from torn KV
+_CELLS = LAYOUT.block_bytes // 4
+
+
+def fingerprint(before: int, token: int) -> int:
+    return zlib.crc32(token.to_bytes(4, "little"), before)
+
+
+def fingerprints(tokens: Sequence[int]) -> list[int]:
+    found, last = [], _ROOT
+    for token in tokens:
+        last = fingerprint(last, token)
+        found.append(last)
+    return found
+
+
+def stored(value: int, plane: int) -> int:
+    """How a fingerprint looks in a plane: (layer 0, K), (layer 0, V), (layer 1, K), …"""
+    return value ^ (plane * 0x01010101)
+
+
+def draw(prints: Sequence[int], choice: int) -> int:
+    return zlib.crc32(array("I", prints).tobytes(), choice) % (VOCAB - 1)
+
+
+@lru_cache(maxsize=256)
+def reference(prompt: tuple[int, ...], count: int, choice: int) -> tuple[int, ...]:
+    """What the model writes after a prompt; choices part ways at their first token."""
+    prints = fingerprints(prompt)
+    out: list[int] = []
+    for index in range(count):
+        token = draw(prints, choice if index == 0 else 0)
+        out.append(token)
+        prints.append(fingerprint(prints[-1], token))
+    return tuple(out)
+
+
+class SimRunner:
+    """What the engine's core needs of a runner. `check_write` is asked before each write."""
+
+    layout = LAYOUT
+    vocab_size = VOCAB
+    prefill_tokens_per_s = 0.0
+
+    def __init__(self, num_blocks: int, dirt: int, check_write: Callable[[int], None]) -> None:
+        self.num_blocks = num_blocks
+        # What a predecessor left there: never zeros that could pass for something.
+        self._cells = array("I", [dirt & 0xFFFFFFFF]) * (num_blocks * _CELLS)
+        self.kv_buffer = memoryview(self._cells).cast("B")
+        self.check_write = check_write
+        self.fail_next = False
+
+    def step(self, batch: Batch, on_layers: Callable[[int, int], None] | None = None) -> StepOutput:
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the step was told to fail")
+        for source, target in batch.copies:
+            self.check_write(target)
+            a, b = source * _CELLS, target * _CELLS
+            self._cells[b : b + _CELLS] = self._cells[a : a + _CELLS]
+        prints = [self._compute(row) for row in batch.rows]
+        for layer in range(LAYOUT.layers):
+            for row, found in zip(batch.rows, prints, strict=True):
+                self._write(row, found, layer)
+            if on_layers is not None:
+                on_layers(layer, layer + 1)
+        return StepOutput({row.seq_id: self._draw(row) for row in batch.rows if row.samples})
+
+    def read(self, blocks: Sequence[int], count: int, plane: int) -> list[int]:
+        """The fingerprints of positions [0, count) as this plane has them."""
+        found: list[int] = []
+        for block in blocks[: -(-count // BLOCK_TOKENS)]:
+            start = block * _CELLS + plane * BLOCK_TOKENS
+            found += self._cells[start : start + BLOCK_TOKENS]
+        mask = plane * 0x01010101
+        return [value ^ mask for value in found[:count]]
+
+    def holds(self, blocks: Sequence[int], prints: list[int]) -> bool:
+        """Whether all planes of these blocks have exactly that."""
+        planes = range(2 * LAYOUT.layers)
+        return all(self.read(blocks, len(prints), plane) == prints for plane in planes)
+
+    def _compute(self, row: Row) -> list[int]:
+        last = _ROOT
+        if row.start:
+            block, slot = divmod(row.start - 1, BLOCK_TOKENS)
+            last = self._cells[row.block_table[block] * _CELLS + slot]
+        found = []
+        for token in row.token_ids:
+            last = fingerprint(last, token)
+            found.append(last)
+        return found
+
+    def _write(self, row: Row, prints: list[int], layer: int) -> None:
+        for offset, value in enumerate(prints):
+            at, slot = divmod(row.start + offset, BLOCK_TOKENS)
+            block = row.block_table[at]
+            if layer == 0:
+                self.check_write(block)
+            for plane in (2 * layer, 2 * layer + 1):
+                cell = block * _CELLS + plane * BLOCK_TOKENS + slot
+                self._cells[cell] = stored(value, plane)
+
+    def _draw(self, row: Row) -> tuple[Sampled, ...]:
+        end = row.start + len(row.token_ids)
+        prints = self.read(row.block_table, end, 0)
+        whole = self.holds(row.block_table, prints)
+        return tuple(
+            Sampled(s.choice, draw(prints, s.choice if s.index == 0 else 0) if whole else _WRONG)
+            for s in row.samples
+        )

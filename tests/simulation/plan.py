@@ -1,0 +1,169 @@
+"""What a world is like, drawn from its seed."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from pd_router.types import GenerateRequest, Sampling
+from tests.simulation.model import BLOCK_TOKENS, VOCAB, reference
+
+_ALPHABET = 50  # few tokens: prompts share prefixes only where they are meant to
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A client's request: when it comes, when the client leaves, what must come out."""
+
+    request: GenerateRequest
+    at_s: float
+    leaves_s: float | None
+    expected: tuple[tuple[int, ...], ...]  # by choice
+
+
+@dataclass(frozen=True)
+class Upset:
+    """Something happens to a process: `crash`, `vanish` (nobody is told), `pause`, `cut` (of
+    one gRPC stream), `fail` (one step), `drain`."""
+
+    at_s: float
+    what: str
+    host: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    seed: int
+    faults: bool
+    prefills: int
+    decodes: int
+    boths: int
+    blocks: dict[str, int] = field(default_factory=dict)  # by role
+    chunk_tokens: int = 0
+    max_running: int = 8
+    frame_bytes: int = 128
+    slow_steps: bool = False
+    kv_fault_rate: float = 0.0
+    rpc_fault_rate: float = 0.0
+    asks: tuple[Ask, ...] = ()
+    upsets: tuple[Upset, ...] = ()
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Workers by name, with their roles."""
+        return {
+            **{f"p-{i}": "prefill" for i in range(self.prefills)},
+            **{f"d-{i}": "decode" for i in range(self.decodes)},
+            **{f"b-{i}": "both" for i in range(self.boths)},
+        }
+
+    def describe(self) -> str:
+        pools = ", ".join(f"{role} {blocks} blocks" for role, blocks in self.blocks.items())
+        return (
+            f"seed {self.seed}: {self.prefills} prefill, {self.decodes} decode, {self.boths} both "
+            f"({pools}; chunks of {self.chunk_tokens}, frames of {self.frame_bytes} B); "
+            f"{len(self.asks)} requests; faults {self.kv_fault_rate:g} a KV frame, "
+            f"{self.rpc_fault_rate:g} a message, {len(self.upsets)} upsets"
+        )
+
+
+def plan(seed: int) -> Plan:
+    random = Random(seed)
+    faults = random.random() < 0.85
+    prefills, decodes = random.choice(((1, 1), (1, 2), (2, 1), (2, 2), (3, 2)))
+    boths = int(random.random() < 0.15)
+    asks = tuple(_asks(random))
+    largest = max(_blocks(ask) for ask in asks)
+    room = {
+        "prefill": _pool(random, max(-(-len(a.request.token_ids) // BLOCK_TOKENS) for a in asks)),
+        "decode": _pool(random, largest),
+        "both": _pool(random, largest),
+    }
+    made = Plan(
+        seed=seed,
+        faults=faults,
+        prefills=prefills,
+        decodes=decodes,
+        boths=boths,
+        blocks=room,
+        chunk_tokens=random.choice((0, 3, 4, 7, 16)),
+        max_running=random.choice((3, 8)),
+        frame_bytes=random.choice((1, 64, 128, 1024)),
+        slow_steps=random.random() < 0.3,
+        kv_fault_rate=random.choice((0.0, 0.03, 0.15, 0.5)) if faults else 0.0,
+        rpc_fault_rate=random.choice((0.0, 0.0, 0.05, 0.25)) if faults else 0.0,
+        asks=asks,
+    )
+    if not faults:
+        return made
+    hosts = (*made.hosts, "router")
+    count = random.choice((0, 0, 1, 2, 4))
+    upsets = tuple(_upset(random, hosts, asks) for _ in range(count))
+    return Plan(**{**made.__dict__, "upsets": upsets})
+
+
+def _pool(random: Random, least: int) -> int:
+    """Often just enough for one request."""
+    return least if random.random() < 0.4 else least + random.randrange(1, 4 * least)
+
+
+def _blocks(ask: Ask) -> int:
+    """All that one request may hold at its end."""
+    tokens = len(ask.request.token_ids) + ask.request.sampling.max_tokens
+    return -(-tokens // BLOCK_TOKENS) * ask.request.choices + 1
+
+
+def _asks(random: Random) -> list[Ask]:
+    common = tuple(random.randrange(_ALPHABET) for _ in range(30))
+    return [_ask(random, number, common) for number in range(random.choice((1, 2, 3, 5, 8)))]
+
+
+def _ask(random: Random, number: int, common: tuple[int, ...]) -> Ask:
+    shared = random.choice((0, 0, 4, 8, 12, 16)) if random.random() < 0.6 else 0
+    own = random.choice((1, 3, 4, 5, 8, 13, 20)) if random.random() < 0.9 or not shared else 0
+    prompt = (*common[:shared], *(random.randrange(_ALPHABET, VOCAB - 2) for _ in range(own)))
+    choices = random.choice((1, 1, 1, 2, 3))
+    leaves = random.random() < 0.15
+    max_tokens = 40 if leaves else random.choice((1, 1, 2, 3, 5, 9))
+    expected, stops = _expected(random, prompt, choices, max_tokens)
+    request = GenerateRequest(
+        request_id=f"r{number}",
+        token_ids=prompt,
+        choices=choices,
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stops),
+        deadline_s=random.choice((1.5, 12.0, 20.0)),
+        priority=random.choice((0, 0, 0, 1)),
+        cache_salt=random.choice((b"", b"", b"tenant")),
+    )
+    at_s = random.uniform(0.5, 3.0)
+    leaves_s = at_s + random.choice((0.02, 0.1, 0.3, 2.0)) * random.random() if leaves else None
+    return Ask(request, at_s, leaves_s, expected)
+
+
+def _expected(
+    random: Random, prompt: tuple[int, ...], choices: int, max_tokens: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Each choice's right tokens, and the tokens that stop one of them early."""
+    whole = [reference(prompt, max_tokens, choice) for choice in range(choices)]
+    stops: tuple[int, ...] = ()
+    if random.random() < 0.3:
+        stops = (random.choice(whole[random.randrange(choices)]),)
+    return tuple(_until(tokens, stops) for tokens in whole), stops
+
+
+def _until(tokens: tuple[int, ...], stops: tuple[int, ...]) -> tuple[int, ...]:
+    for index, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: index + 1]
+    return tokens
+
+
+def _upset(random: Random, hosts: tuple[str, ...], asks: tuple[Ask, ...]) -> Upset:
+    what = random.choice(("crash", "crash", "vanish", "pause", "pause", "cut", "fail", "drain"))
+    host = random.choice(hosts)
+    if host == "router" and what in ("fail", "drain"):
+        what = "cut"
+    seconds = random.uniform(0.0, 0.1) if random.random() < 0.3 else random.uniform(0.1, 8.0)
+    at_s = random.uniform(0.6, 4.0)
+    if random.random() < 0.6:  # in the midst of a request
+        at_s = random.choice(asks).at_s + random.uniform(0.0, 0.15)
+    return Upset(at_s, what, host, seconds)
