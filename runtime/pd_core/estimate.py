@@ -127,8 +127,14 @@ def estimate(
         )
     size = kv_bytes(kv, tokens, quantization)
     pieces = kv.layers * -(-tokens // chunk_tokens)
-    transfer_s, prefill_s = size / over.bytes_s, tokens / prefill_tokens_s
+    prefill_s = tokens / prefill_tokens_s
+    exposed = exposed_s(size, pieces, over, prefill_s)
+    return Estimate(size, size / over.bytes_s + over.round_trip_s, prefill_s, exposed)
+
+
+def exposed_s(size_bytes: float, pieces: int, over: Link, prefill_s: float) -> float:
+    """What is left to carry when the prompt is computed, and the way there and back."""
+    transfer_s = size_bytes / over.bytes_s
     tail_s = transfer_s / pieces
     backlog_s = prefill_s / pieces + transfer_s - prefill_s
-    exposed_s = max(tail_s, backlog_s) + over.round_trip_s
-    return Estimate(size, transfer_s + over.round_trip_s, prefill_s, exposed_s)
+    return max(tail_s, backlog_s) + over.round_trip_s

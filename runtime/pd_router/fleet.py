@@ -1,12 +1,20 @@
 """What a router knows of each worker: who it is, what it can hold, how loaded it is. Pure."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 _ORDINAL = re.compile(r"-(\d+)$")
 _NO_ORDINAL = 1 << 30
+_TELLING_STEP_TOKENS = 64
+_SPEED_MEMORY = 0.9  # of what was measured before, a heartbeat with news
+_STEP_MEMORY = 0.8
+_LINK_FADE = 0.99
+_TELLING_SEQUENCES = 4
+_MOST_ROUTERS = 16.0
+_TELLING_TRANSFER_BYTES = 1 << 20
 
 
 class WorkerId(NamedTuple):
@@ -41,6 +49,16 @@ class LoadReport:
     busy_s: float = 0.0  # in steps, since the worker's start
     computed_tokens: int = 0  # in these steps
 
+    def tokens_per_s_since(self, before: "LoadReport") -> float | None:
+        """How fast it computed prompts since an earlier report; None where its steps were
+        too small to tell: their time was that of starting a step."""
+        steps = self.steps - before.steps
+        busy_s = self.busy_s - before.busy_s
+        tokens = self.computed_tokens - before.computed_tokens
+        if steps < 1 or busy_s <= 0 or tokens < steps * _TELLING_STEP_TOKENS:
+            return None
+        return tokens / busy_s
+
     @property
     def kv_used(self) -> int:
         """Blocks that a new request can't have now."""
@@ -70,6 +88,13 @@ class WorkerView:
     revision: str = ""
     load: LoadReport = LoadReport()
     usable: bool = False  # announced, not draining, linked, breaker closed
+    tokens_per_s: float = 0.0  # prefill: what it measured at its start, then in its work
+    kv_token_bytes: float = 0.0
+    kv_layers: int = 1
+    step_s: float = 0.0  # decode: mean of late, at `step_fill`
+    step_fill: float = 0.0  # share of the KV pool that was in use
+    link_bytes_s: float = 0.0  # the fastest hand-over into it of late; 0: none yet
+    own_running: int = 0  # sequences of this router
     own_tokens: int = 0  # prompt tokens of this router that it computes now
     tokens_since: int = 0  # assigned less ended since the heartbeat
     blocks_since: int = 0
@@ -107,10 +132,33 @@ class WorkerView:
         nothing else is here."""
         return tokens < self.max_model_tokens and tokens <= self.pool_tokens
 
+    @property
+    def foreign_running(self) -> int:
+        """Sequences here that aren't this router's."""
+        return max(self.running - self.own_running, 0)
+
     def report(self, load: LoadReport) -> None:
         """A heartbeat came: it knows of all that was assigned before."""
+        self._learn(load)
         self.load = load
         self.tokens_since = self.blocks_since = self.running_since = 0
+
+    def carried(self, kv_bytes: int, transfer_s: float) -> None:
+        """A hand-over into it ended. One that prefill held up shows less than the link can:
+        the fastest counts, and fades."""
+        if transfer_s > 0 and kv_bytes >= _TELLING_TRANSFER_BYTES:
+            self.link_bytes_s = max(self.link_bytes_s * _LINK_FADE, kv_bytes / transfer_s)
+
+    def _learn(self, load: LoadReport) -> None:
+        measured = load.tokens_per_s_since(self.load)
+        if measured is not None and self.role is Role.PREFILL:
+            kept = _SPEED_MEMORY if self.tokens_per_s else 0.0
+            self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * measured
+        if load.running and load.step_s > 0 and load.kv_blocks:
+            kept = _STEP_MEMORY if self.step_s else 0.0
+            fill = load.kv_used / load.kv_blocks
+            self.step_s = kept * self.step_s + (1 - kept) * load.step_s
+            self.step_fill = kept * self.step_fill + (1 - kept) * fill
 
     def assign_prefill(self, tokens: int) -> None:
         self.own_tokens += tokens
@@ -123,7 +171,21 @@ class WorkerView:
     def assign_decode(self, blocks: int, sequences: int) -> None:
         self.blocks_since += blocks
         self.running_since += sequences
+        self.own_running += sequences
 
     def end_decode(self, blocks: int, sequences: int) -> None:
         self.blocks_since -= blocks
         self.running_since -= sequences
+        self.own_running -= sequences
+
+
+def routers_seen(views: Sequence[WorkerView]) -> float:
+    """How many routers like this one would explain what runs on the workers; 1: it alone.
+
+    Routers don't know each other. A few sequences tell nothing: they may be on their way.
+    """
+    running = sum(view.running for view in views)
+    foreign = sum(view.foreign_running for view in views)
+    if foreign < _TELLING_SEQUENCES:
+        return 1.0
+    return min(running / max(running - foreign, 1), _MOST_ROUTERS)

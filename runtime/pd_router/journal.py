@@ -79,10 +79,14 @@ class Journal:
                 "failure": failure and {"kind": failure.kind, "message": failure.message},
                 "total_s": total_s,
                 "ended_at": time.time(),
-                "timelines": [asdict(timeline) for timeline in timelines[:RING_TIMELINES]],
+                "timelines": [_document(timeline) for timeline in timelines[:RING_TIMELINES]],
             }
         )
         access.info("%s", _line(record, status, total_s, timelines))
+
+
+def _document(timeline: Timeline) -> dict[str, Any]:
+    return asdict(timeline) | {"considered": [one.document() for one in timeline.considered]}
 
 
 def _line(record: Record, status: int, total_s: float, timelines: list[Timeline]) -> str:
@@ -107,6 +111,7 @@ def _line(record: Record, status: int, total_s: float, timelines: list[Timeline]
             "prefill": first.prefill_worker,
             "decode": first.decode_worker,
             "attempts": max(t.attempts for t in timelines),
+            "why": f'"{first.reason}"' if first.reason else "",
         }
     return " ".join(f"{key}={value}" for key, value in words.items() if value != "")
 

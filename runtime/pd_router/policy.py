@@ -1,19 +1,30 @@
-"""Which workers serve a request: a decode worker first, then a prefill worker for it. Pure.
+"""Which workers serve a request: a decode worker, and a prefill worker for it or none. Pure.
 
-Least KV in use decides for decode, least tokens to compute for prefill; ties go to the
-lower ordinal, which scale-in takes last. Says why in one line.
+The default policy takes what promises the whole answer soonest (`costs`), of the workers
+that may be taken at all; those named in `routing` go by one thing alone. Ties go to the
+lower ordinal, which scale-in takes last. Every choice says why, with its candidates.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pd_router import affinity
+from pd_router.costs import CachedTokens, Costs, Need, Prefill
+from pd_router.explain import decode_reason, local_reason, named, prefill_reason
 from pd_router.fleet import Role, WorkerId, WorkerView
+from pd_router.routing import DEFAULT, Chance, Routing
+from pd_router.types import Considered
 
-_SHOWN = 4  # candidates that a reason names
-_DECODE_RESERVE_TOKENS = 256
+__all__ = ["CachedTokens", "Exclusions", "Need", "Placement", "Unplaced", "place"]
 
-CachedTokens = Callable[[WorkerView], int]
-"""Tokens at this prompt's start that a worker has already."""
+_SHORTLIST = 4
+"""Decode workers, and prefill workers, of which each pair is looked at."""
+_LOCAL_GAIN = 0.1
+_LOCAL_GAIN_S = 0.02
+"""Computing the prompt where it's decoded must promise so much, as a share and in seconds:
+predictions aren't better than that, and prefill workers are there for it."""
+_SESSION_PATIENCE_S = 1.0
+"""So much worse than the best a session's own decode worker may be."""
 
 
 @dataclass(slots=True)
@@ -33,22 +44,6 @@ class Exclusions:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """What an attempt takes: tokens to hold at its start, and what may follow."""
-
-    tokens: int  # prompt and tokens already out
-    output_tokens: int  # still to come, a choice
-    choices: int = 1
-
-    def reserve_blocks(self, worker: WorkerView) -> int:
-        """Blocks that the worker will reserve for it."""
-        reserve = min(self.output_tokens, _DECODE_RESERVE_TOKENS)
-        shared = self.tokens // worker.block_tokens
-        each = worker.blocks_for(self.tokens + reserve) - shared
-        return shared + each * self.choices
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     """Where an attempt goes. No prefill worker: the decode worker computes the prompt."""
 
@@ -57,6 +52,7 @@ class Placement:
     blocks: int  # that decode will reserve
     compute_tokens: int  # uncached prompt tokens for whoever prefills
     reason: str
+    considered: tuple[Considered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +69,12 @@ def place(
     cached_tokens: CachedTokens,
     exclusions: Exclusions,
     decode_at: WorkerId | None = None,
+    *,
+    routing: Routing = DEFAULT,
+    chance: Chance = Chance(),  # noqa: B008 - a value
 ) -> Placement | Unplaced:
-    """Chooses decode (unless it's given), then prefill. O(workers)."""
+    """Chooses decode (unless it's given: then it has granted already, and prefill alone is
+    to be chosen) and prefill. O(workers)."""
     usable = [w for w in workers if w.usable]
     decoders = [
         w
@@ -87,22 +87,11 @@ def place(
         return Unplaced(_why_no_decoder(usable, need))
     open_to_us = [w for w in decoders if w.id not in exclusions.barred]
     if not open_to_us:
-        names = ", ".join(w.id.name for w in decoders[:_SHOWN])
+        names = named([w.id.name for w in decoders])
         return Unplaced(f"every decode worker has refused this request ({names})", barred=True)
     prefillers = [w for w in usable if w.role is Role.PREFILL and w.holds(need.tokens)]
-    decode = min(open_to_us, key=lambda w: _decode_key(w, need, prefillers, exclusions))
-    decode_text = _decode_reason(decode, open_to_us)
-    partners = _partners(decode, prefillers, exclusions)
-    if not partners:
-        compute = need.tokens - cached_tokens(decode)
-        why = _why_no_prefill(decode, prefillers)
-        return Placement(
-            decode.id, None, need.reserve_blocks(decode), compute, f"{decode_text}; {why}"
-        )
-    work = {w.id: need.tokens - cached_tokens(w) for w in partners}
-    prefill = min(partners, key=lambda w: _prefill_key(w, decode, work[w.id]))
-    reason = f"{decode_text}; {_prefill_reason(prefill, partners, work, need.tokens)}"
-    return Placement(decode.id, prefill.id, need.reserve_blocks(decode), work[prefill.id], reason)
+    choice = _Choice(need, usable, prefillers, cached_tokens, exclusions, routing, chance)
+    return choice.make(open_to_us, may_be_local=decode_at is None)
 
 
 def compatible(decode: WorkerView, prefill: WorkerView) -> bool:
@@ -115,79 +104,252 @@ def pair_usable(workers: Iterable[WorkerView]) -> bool:
     return any(w.usable and w.role is not Role.PREFILL for w in workers)
 
 
-def _partners(
-    decode: WorkerView, prefillers: Sequence[WorkerView], exclusions: Exclusions
-) -> list[WorkerView]:
-    if decode.role is Role.BOTH:
-        return []
-    return [
-        w
-        for w in prefillers
-        if compatible(decode, w)
-        and w.id not in exclusions.barred
-        and w.id not in exclusions.disliked
-        and (decode.id, w.id) not in exclusions.pairs
-    ]
+@dataclass(slots=True)
+class _Option:
+    """One way to serve the request. `total_s` orders the ways; the rest tells them apart."""
+
+    decode: WorkerView
+    prefill: Prefill
+    local: bool
+    ttft_s: float
+    total_s: float
+
+    @property
+    def key(self) -> tuple[bool, float, int, int, int]:
+        here, there = self.decode, self.prefill.worker
+        other = not self.local and there.revision != here.revision
+        return (other, round(self.total_s, 4), here.running, here.ordinal, there.ordinal)
 
 
-def _decode_key(
-    worker: WorkerView, need: Need, prefillers: Sequence[WorkerView], exclusions: Exclusions
-) -> tuple[bool, bool, int, float, int, int]:
-    """Smallest wins. A decode worker without a prefill partner would have to stop its
-    streams for the prompt, so it comes after those that have one."""
-    alone = worker.role is Role.DECODE and not any(compatible(worker, p) for p in prefillers)
-    used = (worker.kv_used + need.reserve_blocks(worker)) / worker.kv_blocks
-    return (
-        worker.id in exclusions.disliked,
-        alone,
-        worker.load.waiting_grants,
-        round(used, 3),
-        worker.running,
-        worker.ordinal,
+class _Choice:
+    """One request's choice, step by step."""
+
+    def __init__(
+        self,
+        need: Need,
+        usable: Sequence[WorkerView],
+        prefillers: Sequence[WorkerView],
+        cached_tokens: CachedTokens,
+        exclusions: Exclusions,
+        routing: Routing,
+        chance: Chance,
+    ) -> None:
+        self._need = need
+        self._prefillers = prefillers
+        self._exclusions = exclusions
+        self._routing = routing
+        self._chance = chance
+        self._costs = Costs(need, usable, routing.link, chance.routers)
+        self._cached_tokens = cached_tokens
+        self._cached: dict[WorkerId, int] = {}
+        self._decode_s: dict[WorkerId, float] = {}
+        self._partners: dict[WorkerId, list[WorkerView]] = {}
+
+    def make(self, decoders: Sequence[WorkerView], *, may_be_local: bool) -> Placement:
+        best = min(self._rank(w) for w in decoders)
+        liked = [w for w in decoders if self._rank(w) == best]
+        if self._routing.policy == "cost":
+            shortlist, why = self._shortlist(liked)
+        else:
+            shortlist, why = [self._by_name(liked)], self._routing.policy.replace("_", " ")
+        options = [o for w in shortlist for o in self._options(w, may_be_local=may_be_local)]
+        chosen = min(options, key=lambda option: option.key)
+        chosen = self._unless_local_gains_little(chosen, options)
+        return self._placement(chosen, options, liked, why)
+
+    # ---- decode -------------------------------------------------------------------------
+
+    def _rank(self, worker: WorkerView) -> tuple[bool, bool]:
+        """Smallest first. A decode worker without a prefill partner would have to stop its
+        streams for the prompt, so it comes after those that have one."""
+        alone = worker.role is Role.DECODE and not any(
+            compatible(worker, p) for p in self._prefillers
+        )
+        return (worker.id in self._exclusions.disliked, alone)
+
+    def _decode_key(self, worker: WorkerView) -> tuple[float, int, int]:
+        return (round(self._decode_cost(worker), 4), worker.running, worker.ordinal)
+
+    def _decode_cost(self, worker: WorkerView) -> float:
+        known = self._decode_s.get(worker.id)
+        if known is None:
+            known = self._decode_s[worker.id] = self._costs.decode(worker)
+        return known
+
+    def _shortlist(self, decoders: Sequence[WorkerView]) -> tuple[list[WorkerView], str]:
+        """The decode workers worth a closer look, and what speaks for them."""
+        own = self._session_owner(decoders)
+        if own is not None:
+            best_s = min(self._decode_cost(w) for w in decoders)
+            if self._decode_cost(own) <= best_s + _SESSION_PATIENCE_S:
+                return [own], "its session is there"
+        if self._chance.alone:
+            return sorted(decoders, key=self._decode_key)[:_SHORTLIST], "soonest"
+        return affinity.two_of(decoders, self._chance.lot), "sooner of two drawn"
+
+    def _session_owner(self, decoders: Sequence[WorkerView]) -> WorkerView | None:
+        """Where the session's KV is, as long as there is room for it to grow."""
+        if not self._need.session or len(decoders) < 2:
+            return None
+        own = affinity.owner(self._need.session, decoders)
+        if own is None or own.kv_used / own.kv_blocks >= self._routing.session_kv_limit:
+            return None
+        return own
+
+    def _by_name(self, decoders: Sequence[WorkerView]) -> WorkerView:
+        """Of a policy that goes by one thing alone."""
+        policy, ordered = self._routing.policy, sorted(decoders, key=lambda w: w.ordinal)
+        if policy == "random":
+            return ordered[self._chance.lot % len(ordered)]
+        if policy == "round_robin":
+            return ordered[self._chance.turn % len(ordered)]
+        if policy == "session" and (own := self._session_owner(decoders)) is not None:
+            return own
+        return min(ordered, key=lambda w: (_waits(w), round(self._fill(w), 3), w.running))
+
+    def _fill(self, worker: WorkerView) -> float:
+        return (worker.kv_used + self._need.reserve_blocks(worker)) / worker.kv_blocks
+
+    # ---- prefill ------------------------------------------------------------------------
+
+    def _options(self, decode: WorkerView, *, may_be_local: bool) -> list[_Option]:
+        """The ways to serve the request with this decode worker. Never none where the
+        prompt may be computed there."""
+        partners = self._partners_of(decode)
+        options = [self._remote(decode, p) for p in self._promising(decode, partners)]
+        if not options or (may_be_local and self._local_may_gain(decode)):
+            options.append(self._local(decode))
+        return options
+
+    def _local_may_gain(self, decode: WorkerView) -> bool:
+        """Only speeds that were measured can be compared."""
+        mode = self._routing.disaggregate
+        if mode == "auto":
+            return self._routing.policy == "cost" and decode.tokens_per_s > 0
+        return mode == "never"
+
+    def _partners_of(self, decode: WorkerView) -> list[WorkerView]:
+        if decode.role is Role.BOTH or self._routing.disaggregate == "never":
+            return []
+        exclusions = self._exclusions
+        partners = [
+            w
+            for w in self._prefillers
+            if compatible(decode, w)
+            and w.id not in exclusions.barred
+            and w.id not in exclusions.disliked
+            and (decode.id, w.id) not in exclusions.pairs
+        ]
+        self._partners[decode.id] = partners
+        return partners
+
+    def _promising(
+        self, decode: WorkerView, partners: Sequence[WorkerView]
+    ) -> Sequence[WorkerView]:
+        """Prefill workers worth a closer look. Those of the same revision come first."""
+        partners = [w for w in partners if w.revision == decode.revision] or list(partners)
+        if len(partners) < 2:
+            return partners
+        if self._routing.policy != "cost":
+            return [self._prefill_by_name(partners)]
+        if not self._chance.alone:
+            drawn = affinity.two_of(partners, self._chance.lot)
+            holder = max(partners, key=self._cached_at)
+            return drawn if holder in drawn or not self._cached_at(holder) else [*drawn, holder]
+        ready = {w.id: round(self._prefill(w).ready_s, 4) for w in partners}
+        return sorted(partners, key=lambda w: (ready[w.id], w.ordinal))[:_SHORTLIST]
+
+    def _prefill_by_name(self, partners: Sequence[WorkerView]) -> WorkerView:
+        policy, ordered = self._routing.policy, sorted(partners, key=lambda w: w.ordinal)
+        if policy == "random":
+            return ordered[self._chance.lot // 64 % len(ordered)]
+        if policy == "round_robin":
+            return ordered[self._chance.turn % len(ordered)]
+        if policy == "prefix":
+            return min(ordered, key=lambda w: (-self._cached_at(w), w.pending_tokens))
+        if policy == "session" and self._need.session:
+            return affinity.owner(self._need.session, ordered) or ordered[0]
+        return min(ordered, key=lambda w: w.pending_tokens)
+
+    def _cached_at(self, worker: WorkerView) -> int:
+        known = self._cached.get(worker.id)
+        if known is None:
+            known = self._cached[worker.id] = self._cached_tokens(worker)
+        return known
+
+    def _prefill(self, worker: WorkerView) -> Prefill:
+        return self._costs.prefill(worker, self._cached_at(worker))
+
+    # ---- both together ------------------------------------------------------------------
+
+    def _remote(self, decode: WorkerView, worker: WorkerView) -> _Option:
+        prefill = self._prefill(worker)
+        ttft_s = prefill.ready_s + self._costs.exposed(decode, prefill, self._cached_at(decode))
+        return _Option(decode, prefill, False, ttft_s, ttft_s + self._decode_cost(decode))
+
+    def _local(self, decode: WorkerView) -> _Option:
+        prefill = self._prefill(decode)
+        stall_s = self._costs.stall(decode, prefill)
+        total_s = prefill.ready_s + stall_s + self._decode_cost(decode)
+        return _Option(decode, prefill, True, prefill.ready_s, total_s)
+
+    def _unless_local_gains_little(self, best: _Option, options: list[_Option]) -> _Option:
+        """A prompt goes to the pool that is there for it unless that is clearly worse."""
+        if not best.local or self._routing.disaggregate != "auto":
+            return best
+        remote = [o for o in options if not o.local and o.decode.id == best.decode.id]
+        if not remote:
+            return best
+        other = min(remote, key=lambda option: option.key)
+        gain_s = other.total_s - best.total_s
+        enough_s = max(_LOCAL_GAIN_S, _LOCAL_GAIN * other.ttft_s)
+        return best if gain_s > enough_s else other
+
+    # ---- why ----------------------------------------------------------------------------
+
+    def _placement(
+        self,
+        chosen: _Option,
+        options: Sequence[_Option],
+        decoders: Sequence[WorkerView],
+        why: str,
+    ) -> Placement:
+        decode = chosen.decode
+        costs = [(w, self._decode_s[w.id]) for w in decoders if w.id in self._decode_s]
+        about_decode = decode_reason(decode, costs, why)
+        if chosen.local:
+            partners = self._partners.get(decode.id, [])
+            about_prefill = local_reason(
+                decode, self._prefillers, partners, chosen.ttft_s, self._routing.disaggregate
+            )
+        else:
+            ways = [(o.prefill, o.ttft_s) for o in options if o.decode is decode and not o.local]
+            about_prefill = prefill_reason(chosen.prefill, ways, self._need.tokens)
+        return Placement(
+            decode.id,
+            None if chosen.local else chosen.prefill.worker.id,
+            self._need.reserve_blocks(decode),
+            chosen.prefill.compute_tokens,
+            f"{about_decode}; {about_prefill}",
+            tuple(_considered(option) for option in options),
+        )
+
+
+def _considered(option: _Option) -> Considered:
+    prefill = option.prefill
+    return Considered(
+        decode=option.decode.id.name,
+        prefill=None if option.local else prefill.worker.id.name,
+        compute_tokens=prefill.compute_tokens,
+        queue_s=prefill.queue_s,
+        compute_s=prefill.compute_s,
+        ttft_s=option.ttft_s,
+        total_s=option.total_s,
     )
 
 
-def _prefill_key(
-    worker: WorkerView, decode: WorkerView, compute_tokens: int
-) -> tuple[bool, int, int]:
-    return (
-        worker.revision != decode.revision,
-        worker.pending_tokens + compute_tokens,
-        worker.ordinal,
-    )
-
-
-def _kv_share(worker: WorkerView) -> str:
-    return f"{worker.id.name} {worker.kv_used / worker.kv_blocks:.0%}"
-
-
-def _listed(texts: Sequence[str]) -> str:
-    more = f", {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return ", ".join(texts[:_SHOWN]) + more
-
-
-def _decode_reason(decode: WorkerView, candidates: Sequence[WorkerView]) -> str:
-    shares = _listed([_kv_share(w) for w in candidates])
-    return f"decode {decode.id.name}: least KV in use of {shares}"
-
-
-def _prefill_reason(
-    prefill: WorkerView,
-    partners: Sequence[WorkerView],
-    work: dict[WorkerId, int],
-    prompt_tokens: int,
-) -> str:
-    loads = _listed([f"{w.id.name} {w.pending_tokens + work[w.id]}" for w in partners])
-    cached = prompt_tokens - work[prefill.id]
-    return f"prefill {prefill.id.name}: least tokens to compute of {loads} ({cached} cached)"
-
-
-def _why_no_prefill(decode: WorkerView, prefillers: Sequence[WorkerView]) -> str:
-    if decode.role is Role.BOTH:
-        return "prefill there too: its role is both"
-    if not prefillers:
-        return "prefill there too: no prefill worker is usable"
-    return f"prefill there too: none of {_listed([w.id.name for w in prefillers])} can serve it"
+def _waits(worker: WorkerView) -> int:
+    return worker.load.waiting_grants
 
 
 def _why_no_decoder(usable: Sequence[WorkerView], need: Need) -> str:

@@ -1,7 +1,9 @@
 """Runs requests: admission, then each request's walk, carried out over the workers' streams."""
 
 import asyncio
+import itertools
 import logging
+import random
 import time
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +28,7 @@ from pd_router.moves import (
 )
 from pd_router.policy import Exclusions, Need, Placement, Unplaced
 from pd_router.prefixes import PromptHashes
+from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
 from pd_router.types import GenerateRequest, Sink, Timeline
 from pd_router.walk import Walk
@@ -78,8 +81,11 @@ class Sessions:
         admission: Admission | None = None,
         config: WalkConfig | None = None,
         hooks: MetricsHooks | None = None,
+        routing: Routing | None = None,
     ) -> None:
         self.workers = workers
+        self.routing = routing or Routing()
+        self._choices = itertools.count()
         self.admission = admission or Admission()
         self.config = config or WalkConfig()
         self.hooks: MetricsHooks = hooks or NoHooks()
@@ -102,6 +108,10 @@ class Sessions:
         if verdict is Verdict.ADMITTED:
             self.loop.call_soon(generation.admitted)
         return generation
+
+    def chance(self) -> Chance:
+        """For one choice of workers."""
+        return Chance(random.getrandbits(48), next(self._choices), self.workers.routers)
 
     def counts(self) -> SessionCounts:
         return SessionCounts(self.admission.running, self.admission.queued)
@@ -189,10 +199,11 @@ def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
 class _Placer:
     """The policy over the workers of the moment, for one request (`moves.Placer`)."""
 
-    __slots__ = ("_hashed", "_hashes", "_salt", "_workers")
+    __slots__ = ("_hashed", "_hashes", "_salt", "_sessions", "_workers")
 
-    def __init__(self, workers: Workers, request: GenerateRequest) -> None:
-        self._workers = workers
+    def __init__(self, sessions: Sessions, request: GenerateRequest) -> None:
+        self._sessions = sessions
+        self._workers = sessions.workers
         self._salt = request.cache_salt
         self._hashed = request.token_ids
         self._hashes = PromptHashes(request.token_ids, request.cache_salt)
@@ -214,6 +225,8 @@ class _Placer:
             lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
             exclusions,
             decode_at,
+            routing=self._sessions.routing,
+            chance=self._sessions.chance(),
         )
 
 
@@ -230,7 +243,7 @@ class RunningGeneration:
             prompt_tokens=len(request.token_ids),
             choices=request.choices,
         )
-        placer = _Placer(sessions.workers, request)
+        placer = _Placer(sessions, request)
         self.walk = Walk(request, placer, self._timeline, sessions.config)
         self.works: dict[Side, Work] = {}
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
@@ -458,6 +471,7 @@ class SideHandler:
             work = generation.works.get(self._side)
             if work is not None:
                 work.expect_steps()
+                work.carried(event.kv_bytes, event.transfer_s)
             committed = wire.committed_from_pb(event)
             generation.feed(generation.walk.committed(self._side, committed, now))
         except Exception as error:

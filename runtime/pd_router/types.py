@@ -6,7 +6,7 @@ the sink. Durations are seconds; times are on this process's monotonic clock.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pd_core.failures import Failure
 
@@ -44,6 +44,27 @@ class GenerateRequest:
     deadline_s: float  # what is left of the request's time when it is started
     priority: int = 0  # larger goes first
     cache_salt: bytes = b""
+    session: bytes = b""  # the same for all requests of a conversation; empty: unknown
+
+
+class Considered(NamedTuple):
+    """One way to serve a request, with what it was predicted to take. Seconds, tokens.
+    No prefill: decode computes the prompt."""
+
+    decode: str
+    prefill: str | None
+    compute_tokens: int
+    queue_s: float
+    compute_s: float
+    ttft_s: float
+    total_s: float
+
+    def document(self) -> dict[str, Any]:
+        """For the trace header: milliseconds are enough."""
+        return {
+            key: round(value, 3) if isinstance(value, float) else value
+            for key, value in self._asdict().items()
+        }
 
 
 @dataclass(slots=True)
@@ -68,6 +89,7 @@ class Timeline:
     decode_worker: str = ""
     attempts: int = 0
     reason: str = ""  # why these workers
+    considered: tuple[Considered, ...] = ()  # the last attempt's candidates
 
     tokenize_s: float = 0.0
     ttft_s: float | None = None

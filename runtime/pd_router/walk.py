@@ -302,6 +302,7 @@ class Walk:
             tokens=len(leg.token_ids),
             output_tokens=self._request.sampling.max_tokens - written,
             choices=len(leg.choices),
+            session=self._request.session,
         )
 
     def _choose_prefill_anew(self, leg: _Leg, old: Placement) -> None:
@@ -506,6 +507,7 @@ class Walk:
         line.decode_worker = placement.decode.name
         line.prefill_worker = (placement.prefill or placement.decode).name
         line.reason = placement.reason
+        line.considered = placement.considered
         if leg.failure is not None:
             line.reason += f"; attempt {leg.attempt} after {leg.failure.kind}"
 

@@ -21,7 +21,7 @@ from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import policy, wire
 from pd_router.breaker import Breaker, Progress
-from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
+from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
 from pd_router.prefixes import PrefixIndex
 from pd_router.types import Bundle, Limits
@@ -29,6 +29,7 @@ from pd_router.types import Bundle, Limits
 log = logging.getLogger("pd_router.workers")
 
 _HELLO_DEADLINE_S = 10.0
+_ROUTERS_WEIGHT = 0.1  # of a heartbeat's view, against those before
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -117,6 +118,10 @@ class Work:
             self._expecting = True
             self._record.progress.expect(time.monotonic())
 
+    def carried(self, kv_bytes: int, transfer_s: float) -> None:
+        """KV has come to this worker: how fast its link is."""
+        self._record.view.carried(kv_bytes, transfer_s)
+
     def prefill_over(self) -> None:
         self._record.view.end_prefill(self._tokens)
         self._tokens = 0
@@ -143,6 +148,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self.config = config
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
+        self.routers = 1.0  # that share these workers, as far as this one can see
         self._records: dict[WorkerId, _Record] = {}
         self._bundles: dict[str, Bundle] = {}
         self._current: Bundle | None = None
@@ -355,6 +361,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
             kv_blocks=hello.capacity.kv_blocks,
             max_model_tokens=hello.capacity.max_model_tokens,
             revision=hello.revision,
+            tokens_per_s=hello.prefill_tokens_per_s,
+            kv_token_bytes=hello.kv_format.block_bytes / hello.kv_format.block_tokens,
+            kv_layers=max(hello.kv_format.layers, 1),
         )
         callbacks = LinkCallbacks(
             changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
@@ -374,6 +383,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.progress.heartbeat(record.view.load, load, now):
             record.breaker.alive(now)
         record.view.report(load)
+        self.routers += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self.routers)
         self.prefixes.update(
             record.view.id, beat.prefix_gained, beat.prefix_lost, reset=beat.prefix_reset
         )

@@ -172,7 +172,8 @@ def test_exclusions() -> None:
         "p-1",
     )
     pairs = Exclusions(pairs={(ids["d-0"], ids["p-0"])})
-    assert choose(*workers, exclusions=pairs) == ("d-0", "p-1")
+    assert choose(*workers, exclusions=pairs) == ("d-1", "p-0")  # 500 tokens are worse
+    assert choose(*workers[:3], exclusions=pairs) == ("d-0", "p-1")
 
 
 def test_disliked_decode_is_used_when_alone_and_disliked_prefill_isnt() -> None:
@@ -187,8 +188,8 @@ def test_disliked_decode_is_used_when_alone_and_disliked_prefill_isnt() -> None:
 def test_the_reason_names_the_candidates() -> None:
     reason = placed(p(0, 10), p(1, 500), d(0, 50), d(1, 25), cached={"p-0": 8}).reason
     assert reason == (
-        "decode d-1: least KV in use of d-0 50%, d-1 25%; "
-        "prefill p-0: least tokens to compute of p-0 42, p-1 540 (8 cached)"
+        "decode d-1: soonest of d-0 0.259 s at 50% KV, d-1 0.219 s at 25% KV; "
+        "prefill p-0: first token soonest of p-0 0.047 s, p-1 0.545 s (8 cached)"
     )
     many = placed(*[d(n, 10 + n) for n in range(9)]).reason
     assert "5 more" in many

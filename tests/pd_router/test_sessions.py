@@ -29,7 +29,7 @@ def test_a_pair_serves_a_request(run: Run) -> None:
             assert (line.attempts, line.transport, line.kv_bytes) == (1, "tcp", 4096)
             assert line.grant_wait_s > 0
             assert line.prefill_s > 0
-            assert "least KV" in line.reason
+            assert "decode d-0: soonest" in line.reason
             assert not decode.seen.generates[0].prefill_here
             assert prefill.seen.prefills[0].target.kv_address == "kv-of-d-0"
             await r.nothing_held()

@@ -1,0 +1,133 @@
+"""What a choice of workers costs, in predicted seconds until a request is answered. Pure.
+
+    TTFT   tokens that wait on the worker + this prompt's uncached ones, over its measured
+           speed; then what of the hand-over doesn't hide behind computing (pd_core's
+           estimate); the wait for KV room on decode
+    TPOT   so many steps on the decode worker as it will be, and what this request's KV adds
+           to the steps of those that run there already
+
+A worker without measurements is taken for the median of those that have some.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from pd_core.estimate import Link, exposed_s
+from pd_router.fleet import WorkerView
+
+UNKNOWN_TOKENS_PER_S = 1000.0
+UNKNOWN_STEP_S = 0.02
+_HORIZON_TOKENS = 256
+"""Output beyond it is hope: most answers end earlier, and loads change."""
+_FULL_STEP = 2.0
+"""A step with the KV pool full takes about so many times as long as one with it empty."""
+_FULL_WAIT_S = 2.0
+"""For each request that waits for KV room: somebody has to end first."""
+_HANDOVER_S = 0.005
+"""Grant, seal and commit, whatever the size."""
+_CHUNK_TOKENS = 512
+_DECODE_RESERVE_TOKENS = 256
+
+CachedTokens = Callable[[WorkerView], int]
+"""Tokens at this prompt's start that a worker has already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What an attempt takes: tokens to hold at its start, and what may follow."""
+
+    tokens: int  # prompt and tokens already out
+    output_tokens: int  # still to come, a choice
+    choices: int = 1
+    session: bytes = b""  # requests of one conversation; empty: unknown
+
+    def reserve_blocks(self, worker: WorkerView) -> int:
+        """Blocks that the worker will reserve for it."""
+        reserve = min(self.output_tokens, _DECODE_RESERVE_TOKENS)
+        shared = self.tokens // worker.block_tokens
+        each = worker.blocks_for(self.tokens + reserve) - shared
+        return shared + each * self.choices
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """What computing the prompt at one worker would take. Seconds and tokens."""
+
+    worker: WorkerView
+    compute_tokens: int
+    queue_s: float
+    compute_s: float
+
+    @property
+    def ready_s(self) -> float:
+        return self.queue_s + self.compute_s
+
+
+class Costs:
+    """Predictions for one request. Durations in seconds."""
+
+    def __init__(
+        self, need: Need, workers: Iterable[WorkerView], link: Link, routers: float = 1.0
+    ) -> None:
+        self._need = need
+        self._link = link
+        self._routers = routers
+        self._workers = tuple(workers)
+        self._tokens_per_s: float | None = None
+        self._step_s: float | None = None
+
+    def prefill(self, worker: WorkerView, cached_tokens: int) -> Prefill:
+        """Waiting and computing at a worker. What this router sent since the heartbeat,
+        the others that there are sent as well, as far as anybody knows."""
+        speed = worker.tokens_per_s or self._usual_tokens_per_s()
+        waiting = worker.pending_tokens + (self._routers - 1.0) * max(worker.tokens_since, 0)
+        compute = self._need.tokens - cached_tokens
+        return Prefill(worker, compute, waiting / speed, compute / speed)
+
+    def exposed(self, decode: WorkerView, prefill: Prefill, cached_at_decode: int) -> float:
+        """What the hand-over adds after the prompt is computed."""
+        tokens = self._need.tokens - cached_at_decode
+        pieces = decode.kv_layers * max(-(-prefill.compute_tokens // _CHUNK_TOKENS), 1)
+        link = self._link
+        if decode.link_bytes_s:
+            link = Link(link.name, decode.link_bytes_s, link.round_trip_s)
+        size = tokens * decode.kv_token_bytes
+        return _HANDOVER_S + exposed_s(size, pieces, link, prefill.compute_s)
+
+    def stall(self, decode: WorkerView, prefill: Prefill) -> float:
+        """What those that run at a decode worker lose when it computes this prompt."""
+        return decode.running * prefill.compute_s
+
+    def decode(self, worker: WorkerView) -> float:
+        """Steps for the answer, the others' share in them, and the wait for room."""
+        need = self._need
+        blocks = need.reserve_blocks(worker)
+        promised = worker.kv_used + (self._routers - 1.0) * max(worker.blocks_since, 0)
+        fill = (promised + blocks) / worker.kv_blocks
+        slope = _FULL_STEP - 1.0
+        empty_s = (worker.step_s or self._usual_step_s()) / (1.0 + slope * worker.step_fill)
+        own_s = empty_s * (1.0 + slope * fill)
+        others_s = worker.running * empty_s * slope * blocks / worker.kv_blocks
+        steps = max(min(need.output_tokens, _HORIZON_TOKENS), 1)
+        return steps * (own_s + others_s) + self._room_wait_s(worker, fill)
+
+    def _room_wait_s(self, worker: WorkerView, fill: float) -> float:
+        waiting = worker.load.waiting_grants + (1 if fill > 1.0 else 0)
+        return _FULL_WAIT_S * waiting * max(fill, 1.0)
+
+    def _usual_tokens_per_s(self) -> float:
+        if self._tokens_per_s is None:
+            known = [w.tokens_per_s for w in self._workers if w.tokens_per_s > 0]
+            self._tokens_per_s = _middle(known, UNKNOWN_TOKENS_PER_S)
+        return self._tokens_per_s
+
+    def _usual_step_s(self) -> float:
+        if self._step_s is None:
+            known = [w.step_s for w in self._workers if w.step_s > 0]
+            self._step_s = _middle(known, UNKNOWN_STEP_S)
+        return self._step_s
+
+
+def _middle(known: Sequence[float], otherwise: float) -> float:
+    return median(known) if known else otherwise
