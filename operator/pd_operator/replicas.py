@@ -93,7 +93,7 @@ def notices(
             f"has {who}: set back to {sizes[pool.role]}. To scale it from outside, write "
             f"spec.{pool.role}.scaling.mode: External"
         )
-        found.append(Notice("ReplicasReverted", text, True, f"generation {standing.generation}"))
+        found.append(Notice("ScaleReverted", text, True, f"generation {standing.generation}"))
     return found
 
 

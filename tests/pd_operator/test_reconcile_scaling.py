@@ -172,7 +172,7 @@ def test_a_crash_after_the_pdpool_was_written_loses_nothing(
     line.restart()
     line.look()
     assert line.replicas == (in_pool, in_pool)
-    assert "ReplicasReverted" not in line.told.reasons
+    assert "ScaleReverted" not in line.told.reasons
 
 
 async def _dies(*_: Any) -> None:
@@ -184,9 +184,9 @@ def test_a_foreign_value_is_set_back_with_an_event(line: Line) -> None:
     line.scale(5)
     line.look()
     assert line.replicas == (1, 1)
-    assert line.told.reasons.count("ReplicasReverted") == 1
+    assert line.told.reasons.count("ScaleReverted") == 1
     line.look(3)
-    assert line.told.reasons.count("ReplicasReverted") == 1
+    assert line.told.reasons.count("ScaleReverted") == 1
 
 
 def test_external_scaling_is_followed_and_not_fought(run) -> None:
@@ -201,7 +201,7 @@ def test_external_scaling_is_followed_and_not_fought(run) -> None:
     line.scale(9)
     line.look()
     assert line.condition() == "OutOfBounds"
-    assert "ReplicasReverted" not in line.told.reasons
+    assert "ScaleReverted" not in line.told.reasons
 
 
 def test_a_pdpool_that_is_new_gets_its_size_and_status(run) -> None:
