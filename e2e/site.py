@@ -1,0 +1,230 @@
+"""A cluster with our operator in it, as a platform engineer has it: kubectl, helm, files.
+
+PDClusters of tests use the thin engine image: torch comes from this machine's environment,
+through a claim on a volume that is a folder of the node.
+"""
+
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from e2e.cluster import build, images
+from e2e.cluster.api import Api, Manifest, wait_for
+from e2e.cluster.envtest import Kube
+from e2e.cluster.errors import ClusterError
+from e2e.cluster.layout import Layout
+
+SYSTEM = "pdcluster-system"
+RELEASE = "pdcluster"
+CHART = images.ROOT / "charts" / "pdcluster"
+PDCLUSTER = ("pdcluster.dev/v1alpha1", "PDCluster")
+PDPOOL = ("pdcluster.dev/v1alpha1", "PDPool")
+HTTP_PORT = 8000
+HELM_DEADLINE_S = 300
+READY_DEADLINE_S = 420.0
+GONE_DEADLINE_S = 180.0
+PACKAGES, MODEL = "packages", "model"
+
+
+@dataclass
+class Site:
+    """One cluster; `kube` is its administrator."""
+
+    kube: Kube
+    layout: Layout
+    _volumes: list[str] = field(default_factory=list)
+
+    @property
+    def api(self) -> Api:
+        return self.kube.api
+
+    def kubectl(self, *arguments: str, input: str | None = None) -> str:
+        return self.kube.kubectl(*arguments, input=input)
+
+    def helm(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [str(build.built("helm")), "--kubeconfig", str(self.kube.kubeconfig), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=HELM_DEADLINE_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise ClusterError(f"helm {' '.join(arguments)}: {done.stderr.strip()}")
+        return done.stdout
+
+    # ---- namespaces and volumes ---------------------------------------------------
+
+    @contextmanager
+    def namespace(self, model: Path | None = None) -> Iterator[str]:
+        """A namespace under the `restricted` Pod Security Standard, with a claim on the
+        packages and, where given, one on a model's folder."""
+        name = f"test-{secrets.token_hex(3)}"
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+        metadata = {"name": name, "labels": labels}
+        self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        try:
+            self._claim(name, PACKAGES, images.host_packages())
+            if model is not None:
+                self._claim(name, MODEL, self._readable(model))
+            yield name
+        finally:
+            self.api.delete("v1", "Namespace", name)
+            wait_for(
+                f"the end of namespace {name}",
+                lambda: self.api.find("v1", "Namespace", name) is None,
+                GONE_DEADLINE_S,
+            )
+            for volume in self._volumes:
+                self.api.delete("v1", "PersistentVolume", volume)
+            self._volumes.clear()
+
+    def _readable(self, folder: Path) -> Path:
+        """A copy that pods may read: their user is nobody here."""
+        target = self.layout.folder / "models" / folder.name
+        if not target.is_dir():
+            shutil.copytree(folder, target)
+            for path in (target.parent, target, *target.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+        return target
+
+    def _claim(self, namespace: str, name: str, folder: Path) -> None:
+        """A claim on this folder, and nothing else can take its volume."""
+        volume = f"{namespace}-{name}"
+        self._volumes.append(volume)
+        shared = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+        size = {"storage": "1Gi"}
+        self.api.create(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
+                "metadata": {"name": volume},
+                "spec": {
+                    **shared,
+                    "capacity": size,
+                    "claimRef": {"namespace": namespace, "name": name},
+                    "hostPath": {"path": str(folder), "type": "Directory"},
+                },
+            }
+        )
+        self.api.create(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": name, "namespace": namespace},
+                "spec": {**shared, "volumeName": volume, "resources": {"requests": size}},
+            }
+        )
+
+    # ---- PDClusters ---------------------------------------------------------------
+
+    def pdcluster(self, namespace: str, name: str) -> Manifest:
+        return self.api.get(*PDCLUSTER, name, namespace)
+
+    def wait_ready(self, namespace: str, name: str, deadline_s: float = READY_DEADLINE_S) -> None:
+        """Until `kubectl wait --for=condition=Ready` says so; else what one would look at."""
+        try:
+            wait_for(f"{name} to be ready", lambda: self._ready(namespace, name), deadline_s)
+        except TimeoutError as error:
+            raise ClusterError(f"{error}\n{self.describe(namespace)}") from None
+        self.kubectl("wait", "pdc", name, "-n", namespace, "--for=condition=Ready")
+
+    def _ready(self, namespace: str, name: str) -> bool:
+        """For the object as it is now."""
+        made = self.pdcluster(namespace, name)
+        ready = self.condition(namespace, name, "Ready")
+        generation = made["metadata"]["generation"]
+        return ready.get("status") == "True" and ready.get("observedGeneration") == generation
+
+    def describe(self, namespace: str) -> str:
+        """What one would look at: objects, pods, events."""
+        parts = [
+            ("get", "pdc", "-o", "yaml"),
+            ("get", "all,pdp", "-o", "wide"),
+            ("get", "events", "--sort-by=.lastTimestamp"),
+            ("logs", "-l", "app.kubernetes.io/name=pdcluster", "--tail=15", "--prefix"),
+        ]
+        return "\n".join(self._try(*part, "-n", namespace) for part in parts)
+
+    def _try(self, *arguments: str) -> str:
+        try:
+            return self.kubectl(*arguments)[-6000:]
+        except (ClusterError, subprocess.TimeoutExpired) as error:
+            return str(error)
+
+    def condition(self, namespace: str, name: str, kind: str) -> dict[str, Any]:
+        conditions = self.pdcluster(namespace, name).get("status", {}).get("conditions", [])
+        return next((one for one in conditions if one["type"] == kind), {})
+
+    def address(self, namespace: str, name: str) -> tuple[str, int]:
+        """Of the Service that clients use."""
+        service = self.api.get("v1", "Service", f"{name}-router", namespace)
+        return service["spec"]["clusterIP"], HTTP_PORT
+
+    def pods(self, namespace: str, role: str = "") -> list[Manifest]:
+        labels = f"pdcluster.dev/role={role}" if role else "app.kubernetes.io/name=pdcluster"
+        return self.api.items("v1", "Pod", namespace, labels)
+
+
+def worker_template() -> dict[str, Any]:
+    """For the thin image: its packages come by a claim."""
+    return {
+        "spec": {
+            "volumes": [{"name": PACKAGES, "persistentVolumeClaim": {"claimName": PACKAGES}}],
+            "containers": [
+                {
+                    "name": "engine",
+                    "imagePullPolicy": "Never",
+                    "volumeMounts": [
+                        {
+                            "name": PACKAGES,
+                            "mountPath": "/opt/pdcluster/packages",
+                            "readOnly": True,
+                        }
+                    ],
+                }
+            ],
+        }
+    }
+
+
+def pool(replicas: int, **more: Any) -> dict[str, Any]:
+    """A pool of workers of one thread, each with one of the node's GPUs."""
+    return {
+        "replicas": replicas,
+        "accelerator": {"resource": "nvidia.com/gpu"},
+        "engine": {"threads": 1, "kvCacheTokens": 8192, **more.pop("engine", {})},
+        "template": worker_template(),
+        **more,
+    }
+
+
+def document(name: str, source: dict[str, Any], **spec: Any) -> Manifest:
+    """A PDCluster: 2 prefill and 3 decode workers unless told otherwise."""
+    return {
+        "apiVersion": PDCLUSTER[0],
+        "kind": PDCLUSTER[1],
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"name": "tiny", "source": source, "dtype": "float32"},
+            "slo": {"ttft": {"target": "5s"}, "tpot": {"target": "1s"}},
+            "prefill": pool(2),
+            "decode": pool(3),
+            "router": {
+                "replicas": 2,
+                "template": {
+                    "spec": {"containers": [{"name": "router", "imagePullPolicy": "Never"}]}
+                },
+            },
+            "rollout": {"drainTimeout": "30s"},
+            **spec,
+        },
+    }
+
+
+CLAIMED_MODEL = {"persistentVolumeClaim": {"claimName": MODEL}}
