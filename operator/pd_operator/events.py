@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from pd_operator import apierrors
 from pd_operator.kube import Kube
+from pd_operator.lease import NotHeld
 from pd_operator.notices import Budget, Notice
 from pd_operator.podparts import Manifest
 from pd_operator.resources import EVENT
@@ -59,6 +60,8 @@ class Recorder:
                 await self._kube.create(EVENT, event)
             except apierrors.AlreadyExists:
                 continue  # told before a restart
+            except NotHeld:
+                continue  # whoever acts now will tell
             except apierrors.ApiError as error:
                 log.warning("event %s not posted: %s", event["reason"], error)
                 await asyncio.sleep(min(5.0, error.retry_after_s))

@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
 
 from pd_operator import apierrors, kept
 from pd_operator.keys import Key
@@ -93,8 +94,9 @@ class Watcher:
             selector=self._selector,
             timeout_s=random.uniform(*WATCH_S),
         )
-        async for event in events:
-            self._take(event)
+        async with aclosing(events):
+            async for event in events:
+                self._take(event)
 
     async def _list(self) -> None:
         # At the first list any age will do. Later nothing may be older than what we know,

@@ -5,11 +5,13 @@ tokens, connections); objects are plain dicts, since its typed models cost three
 much a call.
 """
 
+import asyncio
 import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,7 +78,7 @@ class Transport(Protocol):
         """The response, whatever its status. Raises Unavailable when there is none."""
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[bytes]:
+    def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """The lines of a watch. Raises ApiError."""
         ...
 
@@ -151,7 +153,7 @@ class Kube:
         version: str,
         selector: str = "",
         timeout_s: float,
-    ) -> AsyncIterator[WatchEvent]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """Events after `version`, until the server ends the stream or SILENCE_S without any."""
         query = {
             "watch": "true",
@@ -165,12 +167,13 @@ class Kube:
         began = time.monotonic()
         code = 0
         try:
-            async for line in self._transport.stream(request):
-                code = 200
-                event = _decode(line)
-                if event.get("type") == "ERROR":
-                    raise apierrors.from_status(event.get("object") or {})
-                yield WatchEvent(str(event.get("type")), event["object"])
+            async with aclosing(self._transport.stream(request)) as lines:
+                while (line := await _next(lines)) is not None:
+                    code = 200
+                    event = _decode(line)
+                    if event.get("type") == "ERROR":
+                        raise apierrors.from_status(event.get("object") or {})
+                    yield WatchEvent(str(event.get("type")), event["object"])
         except apierrors.ApiError as error:
             code = error.code
             raise
@@ -282,6 +285,15 @@ class Kube:
         return _decode(response.body)
 
 
+async def _next(lines: AsyncIterator[bytes]) -> bytes | None:
+    """The next line, None at the end; silence is a failure."""
+    try:
+        async with asyncio.timeout(SILENCE_S):
+            return await anext(lines, None)
+    except TimeoutError:
+        raise apierrors.Unavailable(f"nothing heard for {SILENCE_S:g} s") from None
+
+
 def _place(manifest: Manifest) -> tuple[str, str]:
     metadata = manifest["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
@@ -317,9 +329,9 @@ class ApiTransport:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise apierrors.Unavailable(_why(error, request.timeout_s)) from error
 
-    async def stream(self, request: Request) -> AsyncIterator[bytes]:
+    async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         timeout = aiohttp.ClientTimeout(
-            total=request.timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S
+            total=request.timeout_s, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S + 5
         )
         try:
             answer = await self._start(request, timeout)

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from pd_operator import apierrors
@@ -24,7 +25,11 @@ CLUSTER_WIDE = "cluster"
 
 
 class LeaseLost(Exception):
-    """We may not write any more. The process has to end."""
+    """Somebody else may act now. The process has to end."""
+
+
+class NotHeld(Exception):
+    """We may not write now, and don't know yet whether anybody else may."""
 
 
 def boot_clock() -> float:
@@ -64,9 +69,9 @@ class Lease:
         return not self._over and self._leadership.holds(boot_clock())
 
     def check(self) -> None:
-        """Raises LeaseLost unless a write that begins now is ours to make."""
+        """Raises NotHeld unless a write that begins now is ours to make."""
         if not self.holds():
-            raise LeaseLost(f"the lease {self._namespace}/{self._name} isn't held")
+            raise NotHeld(f"the lease {self._namespace}/{self._name} isn't held now")
 
     async def acquire(self) -> None:
         """Until it is ours. Says once who has it."""
@@ -81,15 +86,25 @@ class Lease:
             await asyncio.sleep(self._leadership.terms.period_s * random.uniform(0.8, 1.2))
         log.info("lease taken %s/%s", self._namespace, self._name)
 
-    async def hold(self) -> None:
-        """Renews until cancelled; raises LeaseLost when that fails for too long."""
-        terms = self._leadership.terms
+    async def hold(self, regained: Callable[[], None] = lambda: None) -> None:
+        """Renews until cancelled; raises LeaseLost when somebody else has it.
+
+        While the API server is away nobody else can take it either. We stop writing in
+        time, and go on when it turns out to be still ours.
+        """
         while True:
-            await asyncio.sleep(min(terms.period_s, self._leadership.left_s(boot_clock())))
-            if not self.holds():
-                self._lose("it couldn't be renewed in time")
-            if not await self._try_take() and self.holder not in ("", self._leadership.identity):
-                self._lose(f"{self.holder} has it")
+            await asyncio.sleep(self._leadership.terms.period_s)
+            held = self.holds()
+            if await self._try_take():
+                if not held:
+                    log.warning("lease %s/%s is ours again", self._namespace, self._name)
+                    regained()
+            elif self.holder not in ("", self._leadership.identity):
+                self._over = True
+                self._leadership.lost()
+                raise LeaseLost(
+                    f"the lease {self._namespace}/{self._name} is lost: {self.holder} has it"
+                )
 
     async def release(self) -> None:
         """Gives it up at once, so that the next one needn't wait. Best effort."""
@@ -102,11 +117,6 @@ class Lease:
             log.info("lease given back %s/%s", self._namespace, self._name)
         except apierrors.ApiError as error:
             log.warning("lease not given back: %s", error)
-
-    def _lose(self, why: str) -> None:
-        self._over = True
-        self._leadership.lost()
-        raise LeaseLost(f"the lease {self._namespace}/{self._name} is lost: {why}")
 
     async def _try_take(self) -> bool:
         """One round: write where we may, else look. False: it isn't ours, or nobody knows."""

@@ -7,23 +7,25 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pd_operator import apierrors, kept, rollout, store
+from pd_operator.api import Role
 from pd_operator.events import Recorder
 from pd_operator.informer import Informer
 from pd_operator.keys import Key
 from pd_operator.kube import Kube, Request, Transport
 from pd_operator.kubebackend import KubeBackend
 from pd_operator.leadership import Terms
-from pd_operator.lease import CLUSTER_WIDE, NAMESPACED, Lease, LeaseLost
+from pd_operator.lease import CLUSTER_WIDE, NAMESPACED, Lease, LeaseLost, NotHeld
 from pd_operator.metrics import Metrics
 from pd_operator.notices import Notice
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.queue import Again, Queue
 from pd_operator.reconcile import RESYNC_S, Listener, Pace, Reconciler
 from pd_operator.resources import PDCLUSTER, Resource
+from pd_operator.scaling.types import Decision
 from pd_operator.scraper import Scraper
 from pd_operator.territory import HANDOVER_S, Territory
 
@@ -112,7 +114,7 @@ class Operator(Listener):
         """Works until cancelled. Raises LeaseLost when somebody else may act."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.lease.hold())
+                group.create_task(self.lease.hold(lambda: self._touched(PDCLUSTER, None)))
                 if self._territory is not None:
                     await self._territory.refresh()
                     group.create_task(self._territory.run())
@@ -193,8 +195,8 @@ class Operator(Listener):
             kind = type(error).__name__.lower()
             log.warning("cluster=%s/%s %s: %s", *key, kind, error)
             raise Again(f"{kind}: {error}") from None
-        except LeaseLost:
-            raise Again("leaselost: writes are over") from None
+        except NotHeld as error:
+            raise Again(f"notheld: {error}") from None
 
     def _looked(self, key: Key) -> None:
         document = self._informer.get(PDCLUSTER.kind, *key)
@@ -217,6 +219,10 @@ class Operator(Listener):
     def operation(self, key: Key, operation: rollout.Operation) -> None:
         del key
         self._metrics.operated(operation)
+
+    def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
+        del key
+        self._metrics.decided(decisions)
 
     def notices(self, document: Manifest, found: Sequence[Notice]) -> None:
         self._recorder.add(document, found)

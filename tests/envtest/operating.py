@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,23 @@ BUSY_TERMS = Terms(duration_s=60, deadline_s=50, period_s=10, timeout_s=8)
 """For tests on a loaded machine that aren't about the lease."""
 
 
+Send = Callable[[Request], Awaitable[Response]]
+Stream = AsyncGenerator[bytes, None]
+
+
 class Seam:
     """A transport that a test looks through, or interferes with: `on_send` gets the request
-    and what sends it on."""
+    and what sends it on, `on_stream` the request and the lines that come."""
 
     def __init__(
         self,
         inner: Transport,
-        on_send: Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]
-        | None = None,
+        on_send: Callable[[Request, Send], Awaitable[Response]] | None = None,
+        on_stream: Callable[[Request, Stream], Stream] | None = None,
     ) -> None:
         self.inner = inner
         self.on_send = on_send
+        self.on_stream = on_stream
         self.writes: list[Request] = []
 
     async def send(self, request: Request) -> Response:
@@ -42,8 +47,9 @@ class Seam:
             return await self.on_send(request, self.inner.send)
         return await self.inner.send(request)
 
-    def stream(self, request: Request) -> AsyncIterator[bytes]:
-        return self.inner.stream(request)
+    def stream(self, request: Request) -> Stream:
+        lines = self.inner.stream(request)
+        return lines if self.on_stream is None else self.on_stream(request, lines)
 
     async def close(self) -> None:
         await self.inner.close()
@@ -64,9 +70,7 @@ class CrashAfter:
         self.done = asyncio.Event()
         self.at: Request | None = None
 
-    async def __call__(
-        self, request: Request, send: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
+    async def __call__(self, request: Request, send: Send) -> Response:
         if self.crashed.is_set():
             await asyncio.Event().wait()
         if not is_counted(request):
@@ -89,8 +93,11 @@ async def operating(
 ) -> AsyncIterator[tuple[Operator, Seam]]:
     """An operator at work. Each has a lease of its own unless the test names one.
     `clean` False: at the end it is cut off, as by SIGKILL."""
-    on_send = changes.pop("on_send", None)
-    seam = Seam(await kube.connect(str(kubeconfig)), on_send)
+    seam = Seam(
+        await kube.connect(str(kubeconfig)),
+        changes.pop("on_send", None),
+        changes.pop("on_stream", None),
+    )
     number = next(_numbers)
     fields: dict[str, Any] = {
         "identity": f"test-{number}",
