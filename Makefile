@@ -62,8 +62,8 @@ cluster-down: $(STAMP) ## end it and remove all that it had
 images: $(STAMP) ## build our images and import them into that cluster
 	@$(BIN)/python -m e2e.cluster.images
 
-.PHONY: test-cluster
-test-cluster: $(STAMP) ## the tests in real pods, on a cluster that they start (Linux, root)
+.PHONY: e2e
+e2e: $(STAMP) ## the stories on a real cluster with real pods, which they start (Linux, root)
 	@$(BIN)/python -m pytest e2e -m "not gpu"
 
 .PHONY: soak
