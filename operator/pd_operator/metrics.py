@@ -1,12 +1,14 @@
 """What the operator exports to Prometheus (`pdcluster_operator_*`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pd_operator import rollout
+from pd_operator.api import Role
 from pd_operator.kube import Request
 from pd_operator.resources import Resource
+from pd_operator.scaling.types import Decision
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -43,6 +45,12 @@ class Metrics:
             ["kind", "reason"],
             registry=self._registry,
         )
+        self._decisions = Counter(
+            "pdcluster_operator_scaling_decisions",
+            "What was decided about the size of pools, look by look.",
+            ["role", "decision", "reason"],
+            registry=self._registry,
+        )
         self._operations = Counter(
             "pdcluster_operator_operations",
             "What was decided and done: objects applied, scaled and deleted.",
@@ -69,6 +77,10 @@ class Metrics:
     def operated(self, operation: rollout.Operation) -> None:
         kind = operation.ref.kind
         self._operations.labels(type(operation).__name__.lower(), kind).inc()
+
+    def decided(self, decisions: Mapping[Role, Decision]) -> None:
+        for role, one in decisions.items():
+            self._decisions.labels(role.value, type(one).__name__.lower(), one.reason).inc()
 
     def render(self) -> bytes:
         return generate_latest(self._registry)

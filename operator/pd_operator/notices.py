@@ -6,7 +6,12 @@ from typing import Any
 
 _TOLD = ("Ready", "Progressing", "Degraded", "ScalingActive")
 _BAD = {"Ready": "False", "Degraded": "True"}
-_QUIET = frozenset({"Starting", "Applying", "NoProblem", "UpToDate", "FixedReplicas"})
+_QUIET = frozenset(
+    {
+        *("Starting", "Applying", "NoProblem", "UpToDate", "FixedReplicas"),
+        *("NoData", "NoCapacityYet"),  # so does every pool begin
+    }
+)
 """Reasons that only say that things go their way."""
 MAX_TEXT = 1000
 

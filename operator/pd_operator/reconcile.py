@@ -1,5 +1,6 @@
 """The line: observe -> scale -> desired -> plan -> apply each -> status -> requeue."""
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from pd_operator.replicas import Standing
 from pd_operator.scaler import Scaler
 from pd_operator.scaling import telling
 from pd_operator.scaling.spec import is_scaled
-from pd_operator.scaling.types import Decision
+from pd_operator.scaling.types import Decision, Scale
 
 log = logging.getLogger("pd_operator.reconcile")
 
@@ -176,6 +177,10 @@ class Reconciler:
         found += telling.notices(decisions, before, status.timestamp(self._clock()))
         for notice in found:
             log.info("cluster=%s/%s %s: %s", *key, notice.reason, notice.text)
+        for role, one in decisions.items():
+            if isinstance(one, Scale):
+                numbers = json.dumps(dict(one.numbers))
+                log.info("cluster=%s/%s role=%s reason=%s %s", *key, role, one.reason, numbers)
         if found:
             self._listener.notices(document, found)
         self._listener.decided(key, decisions)
