@@ -63,7 +63,7 @@ images: $(STAMP) ## build our images and import them into that cluster
 	@$(BIN)/python -m e2e.cluster.images
 
 .PHONY: e2e
-e2e: $(STAMP) ## the stories on a real cluster with real pods, which they start (Linux, root)
+e2e: $(STAMP) kube-binaries ## the stories on a real cluster with real pods, which they start (Linux, root)
 	@$(BIN)/python -m pytest e2e -m "not gpu"
 
 .PHONY: soak
