@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pd_operator import rendering
 from pd_operator.leadership import Terms
 from pd_operator.podparts import Settings
 from pd_operator.reconcile import RESYNC_S
@@ -31,7 +32,6 @@ class Flags:
 def parse(arguments: Sequence[str] | None = None) -> Flags:
     """Ends the process with a message when they make no sense."""
     found = _parser().parse_args(arguments)
-    defaults = Settings()
     lease_namespace = found.lease_namespace or found.namespace or _own_namespace()
     try:
         terms = Terms(duration_s=found.lease_duration_s, deadline_s=found.lease_deadline_s)
@@ -45,10 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> Flags:
         terms=terms,
         resync_s=found.resync_s,
         runners=found.runners,
-        settings=Settings(
-            engine_image=found.engine_image or defaults.engine_image,
-            router_image=found.router_image or defaults.router_image,
-        ),
+        settings=_settings(found),
     )
     return Flags(
         options, found.kubeconfig, found.host, found.metrics_port, found.health_port,
@@ -67,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     scope.add_argument("--cluster-wide", action="store_true", help="look after every namespace")
     parser.add_argument("--engine-image", default="", help="of workers that name none")
     parser.add_argument("--router-image", default="", help="of routers that name none")
+    parser.add_argument("--rendering", default="{}", help="JSON: policies, monitors (the chart's)")
     parser.add_argument("--kubeconfig", default="", help="instead of $KUBECONFIG or the pod's own")
     parser.add_argument("--host", default="0.0.0.0", help="where metrics and health are served")
     parser.add_argument("--metrics-port", type=_port, default=9090)
@@ -81,6 +79,19 @@ def _parser() -> argparse.ArgumentParser:
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", choices=levels, default="info")
     return parser
+
+
+def _settings(found: argparse.Namespace) -> Settings:
+    defaults = Settings()
+    base = Settings(
+        engine_image=found.engine_image or defaults.engine_image,
+        router_image=found.router_image or defaults.router_image,
+        host_paths=False,  # `restricted` pods can't mount them
+    )
+    try:
+        return rendering.parse(found.rendering, base)
+    except rendering.InvalidRendering as error:
+        raise SystemExit(f"pd_operator: --rendering: {error}") from None
 
 
 def _own_namespace() -> str:
