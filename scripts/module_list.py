@@ -19,6 +19,7 @@ _PACKAGES = {
     "runtime/pd_engine": "The engine",
     "runtime/pd_engine/attention": "The engine's attention",
     "runtime/pd_engine/kv": "The engine's KV plane",
+    "runtime/pd_sim": "The simulator",
 }
 
 
