@@ -41,7 +41,8 @@ def steps(entry: Mapping[str, Any]) -> list[Step]:
         # KV leaves while later layers compute, so the two overlap.
         end_s = found[-1].start_s + found[-1].seconds
         start_s = max(found[-1].start_s, end_s - line["transfer_s"])
-        kv = f"{_bytes(line['kv_bytes'])} of KV, beside the prefill"
+        exposed = _time(line["exposed_s"])
+        kv = f"{_bytes(line['kv_bytes'])} of KV, {exposed} exposed"
         found.append(Step("transfer", line["transport"], start_s, line["transfer_s"], kv))
     ttft_s = line["ttft_s"] or 0.0
     rest_s = max(0.0, entry["total_s"] - ttft_s)

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import mmap
+import os
 from dataclasses import dataclass
 
 import grpc.aio
@@ -14,6 +16,7 @@ from pd_engine.core import EngineCore
 from pd_engine.health import Health
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import KvPlane, KvSettings
+from pd_engine.kv.shm import SharedMemory
 from pd_engine.metrics import Metrics
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
@@ -33,11 +36,18 @@ class Loaded:
     """What takes time to make; made off the event loop."""
 
     runner: Runner
+    pool: SharedMemory | None  # its pool's memory, if others may read it
     bundle: pb.TokenizerBundle
 
 
 def load(settings: Settings) -> Loaded:
     """Loads the model and warms it up. ValueError or OSError say what is wrong with it."""
+    shared: list[SharedMemory] = []
+
+    def pool_memory(size: int) -> mmap.mmap:
+        shared.append(SharedMemory(size))
+        return shared[0].mapping
+
     runner = Runner(
         settings.model,
         dtype=settings.dtype,
@@ -47,14 +57,25 @@ def load(settings: Settings) -> Loaded:
         max_model_tokens=settings.max_model_tokens,
         threads=settings.threads,
         layer_group=1,  # the finest: KV leaves evenly, and an abandoned step ends soon
+        pool_memory=pool_memory if transport(settings) != "tcp" else None,
     )
     runner.warmup()
-    return Loaded(runner, make_bundle(settings.model))
+    return Loaded(runner, shared[0] if shared else None, make_bundle(settings.model))
+
+
+def transport(settings: Settings) -> str:
+    """`auto` leaves it at tcp unless all workers are processes of this machine, which the
+    backend for one machine tells by its hosts file: pods share no memory."""
+    if settings.kv_transport == "auto" and not os.environ.get("PD_HOSTS_FILE"):
+        return "tcp"
+    return settings.kv_transport
 
 
 def kv_settings(settings: Settings) -> KvSettings:
     """The plane's settings that a worker's flags decide."""
-    return KvSettings(imports=ImportLimits(lease_s=settings.kv_lease_s))
+    return KvSettings(
+        imports=ImportLimits(lease_s=settings.kv_lease_s), transport=transport(settings)
+    )
 
 
 class Worker:
@@ -92,6 +113,7 @@ class Worker:
             self._epoch,
             self.core,
             kv_settings(settings),
+            pool_fd=self._loaded.pool.fd if self._loaded.pool is not None else None,
         )
         self.core.kv_address = await plane.start(settings.host, settings.kv_port)
         self.core.plane = plane
@@ -117,14 +139,14 @@ class Worker:
 
     def _hello(self, work_port: int) -> pb.Hello:
         settings, runner = self._settings, self._loaded.runner
-        layout = runner.layout
+        layout, which = runner.layout, transport(settings)
         return pb.Hello(
             worker=settings.worker_name,
             epoch=self._epoch,
             role=_ROLES[settings.role],
             work_address=f"{settings.host}:{work_port}",
             kv_address=self.core.kv_address if settings.imports else "",
-            transports=["tcp"],
+            transports=["shm", "tcp"] if which == "auto" else [which],
             model=settings.served_name,
             model_hash=layout.model_hash,
             kv_format=wire.kv_format(layout),

@@ -400,7 +400,7 @@ class EngineCore:
             prefill_s=event.prefill_s,
         )
         if live.mode is Mode.EXPORT and live.exporting and self.plane is not None:
-            message.transport = "tcp"
+            message.transport = self.plane.export_transport(event.key)
             self.plane.seal_export(event.key, event.first, event.cached_tokens)
         # Token 0 goes out at once: the transfer's tail is hidden behind it.
         live.outbox.put(pb.Event(prefilled=message))
@@ -435,6 +435,7 @@ class EngineCore:
                     kv_bytes=stats.kv_bytes,
                     transfer_s=stats.transfer_s,
                     cached_tokens=stats.cached_tokens,
+                    transport=stats.transport,
                 )
             )
         )
@@ -462,7 +463,8 @@ class EngineCore:
 
     def on_export_sealed(self, key: RequestKey, stats: ExportStats) -> None:
         log.debug("export=%s sealed bytes=%d seconds=%.4f", key, stats.kv_bytes, stats.transfer_s)
-        self.metrics.sent(stats)
+        transport = self.plane.export_transport(key) if self.plane is not None else ""
+        self.metrics.sent(stats, transport)
 
     def on_export_done(self, key: RequestKey, committed: bool) -> None:
         """The target has answered, or its lease is over: the blocks are ours again."""

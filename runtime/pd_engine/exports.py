@@ -30,6 +30,7 @@ class Target:
     epoch: str
     grant: bytes
     prefix_tokens: int = 0  # whole blocks
+    transports: tuple[str, ...] = ("tcp",)  # to try, in order
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class ImportStats:
     kv_bytes: int
     transfer_s: float
     cached_tokens: int
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Committed:
     key: RequestKey
     first: tuple[TokenOut, ...]
     stats: ImportStats
+    conn: Connection = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,11 @@ class Imports:
     @property
     def quarantined_count(self) -> int:
         return sum(1 for i in self._receiving.values() if i.key not in self._by_key)
+
+    def begun(self, key: RequestKey) -> bool:
+        """Whether a frame has come for it."""
+        entry = self._by_key.get(key)
+        return entry is not None and entry.first_frame_at is not None
 
     def open(
         self,
@@ -242,7 +249,7 @@ class Imports:
         started = now if entry.first_frame_at is None else entry.first_frame_at
         stats = ImportStats(entry.kv_bytes, now - started, head.cached_tokens)
         return [
-            Committed(entry.key, head.first, stats),
+            Committed(entry.key, head.first, stats, conn),
             Answer(conn, Verdict(head.grant, head.id, committed=True), close=False),
         ]
 

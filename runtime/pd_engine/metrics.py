@@ -54,7 +54,7 @@ class Metrics:
         self._generated = counter("generated_tokens", "Tokens drawn, without the first ones")
         self._prompt = counter("prompts", "Prompts computed")
         self._cached = counter("cached_tokens", "Prompt tokens that a prefix hit spared")
-        self._bytes = counter("kv_bytes", "KV bytes moved", "direction")
+        self._bytes = counter("kv_bytes", "KV bytes moved", "direction", "transport")
         self._exports = counter("exports", "Hand-overs by outcome", "outcome")
         self._failures = counter("failures", "Requests failed here, by kind", "kind")
 
@@ -94,11 +94,13 @@ class Metrics:
         self._generated.labels(**self._labels).inc(tokens)
 
     def received(self, stats: ImportStats) -> None:
-        self._bytes.labels(**self._labels, direction="in").inc(stats.kv_bytes)
+        labels = {"direction": "in", "transport": stats.transport}
+        self._bytes.labels(**self._labels, **labels).inc(stats.kv_bytes)
         self._transfer.labels(**self._labels).observe(stats.transfer_s)
 
-    def sent(self, stats: ExportStats) -> None:
-        self._bytes.labels(**self._labels, direction="out").inc(stats.kv_bytes)
+    def sent(self, stats: ExportStats, transport: str) -> None:
+        labels = {"direction": "out", "transport": transport}
+        self._bytes.labels(**self._labels, **labels).inc(stats.kv_bytes)
 
     def export_done(self, committed: bool) -> None:
         outcome = "committed" if committed else "aborted"

@@ -3,8 +3,9 @@
 One thread calls `step`; nothing here knows of requests, sockets or clocks that others see.
 """
 
+import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,10 +40,12 @@ class Runner:
         max_model_tokens: int = 0,
         threads: int = 0,
         layer_group: int = LAYER_GROUP,
+        pool_memory: Callable[[int], mmap.mmap] | None = None,
     ) -> None:
         """Loads the model. Zeros leave a choice to us: the pool takes `kv_cache_fraction` of
         the memory that is free once the weights are loaded, a request may be as long as the
-        model can, torch picks its threads. Raises ModelError.
+        model can, torch picks its threads. `pool_memory` makes the pool's memory where it
+        isn't to be private. Raises ModelError.
         """
         checkpoint = open_checkpoint(model_dir)
         if threads:
@@ -64,7 +67,7 @@ class Runner:
         self.vocab_size = self._model.vocab_size
         self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
         self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
-        self._pool = KvPool(self.layout, self.num_blocks, self._model.device)
+        self._pool = KvPool(self.layout, self.num_blocks, self._model.device, pool_memory)
         self._masks = CausalMasks(self._model.dtype, self._model.device)
         self._layer_group = layer_group
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ROLES = ("prefill", "decode", "both")
+TRANSPORTS = ("auto", "tcp", "shm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -37,6 +38,7 @@ class Settings:
     max_step_s: float
     threads: int
     kv_lease_s: float
+    kv_transport: str = "auto"
 
     @property
     def imports(self) -> bool:
@@ -129,5 +131,11 @@ def parse(argv: Sequence[str]) -> Settings:
         help="a step takes no more of the prompts than it computes in this time",
     )
     p.add_argument("--threads", type=_at_least(0), default=0, help="0: torch's default")
+    p.add_argument(
+        "--kv-transport",
+        choices=TRANSPORTS,
+        default="auto",
+        help="auto: shared memory where all workers are on this machine, else tcp",
+    )
     p.add_argument("--kv-lease-s", type=_seconds, default=30.0)
     return Settings(**vars(p.parse_args(argv)))

@@ -62,13 +62,15 @@ class KvRange:
 
 @dataclass(frozen=True, slots=True)
 class PushHead:
-    """What precedes a push's payload. `checksum` is xxh3_64 of the payload."""
+    """What precedes a push's payload. `checksum` is xxh3_64 of the payload; `source_blocks`
+    say where it is in the sender's pool, if the target reads it there."""
 
     grant: bytes
     id: TransferId
     range: KvRange
     payload_bytes: int
     checksum: int
+    source_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

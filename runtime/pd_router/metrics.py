@@ -51,6 +51,7 @@ class Metrics:
         self._prefill = self._histogram("prefill", "Computing the prompt")
         self._prefill_queue = self._histogram("prefill_queue", "Wait on the prefill worker")
         self._transfer = self._histogram("transfer", "KV transfer, first frame to seal")
+        self._exposed = self._histogram("transfer_exposed", "Token 0 to all KV at decode")
         self._total = self._histogram("request", "Request in to last byte out")
         self._requests = self._counter("requests", "Answered requests", "status", "endpoint")
         self._failures = self._counter("failures", "Failed requests by kind", "kind")
@@ -137,6 +138,7 @@ class Metrics:
         self._grant_wait.labels(model, decode).observe(timeline.grant_wait_s)
         if timeline.kv_bytes:
             self._transfer.labels(model, decode).observe(timeline.transfer_s)
+            self._exposed.labels(model, decode).observe(timeline.exposed_s)
             self._kv_bytes.labels(model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
             self._tpot.labels(model, decode).observe(timeline.tpot_s)

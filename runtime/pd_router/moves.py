@@ -87,6 +87,7 @@ class Committed:
     cached_tokens: int = 0
     kv_bytes: int = 0
     transfer_s: float = 0.0
+    transport: str = ""
 
 
 # ---- actions ----------------------------------------------------------------------

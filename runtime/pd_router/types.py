@@ -85,6 +85,7 @@ class Timeline:
     cached_tokens: int = 0  # prompt tokens that were not computed
     kv_bytes: int = 0
     transfer_s: float = 0.0
+    exposed_s: float = 0.0  # of it: after token 0 had come, before decode had all
     transport: str = ""  # empty: nothing was handed over
     decode_worker: str = ""
     attempts: int = 0

@@ -61,6 +61,7 @@ class _Leg:
     tries: int = 0
     attempt: int = 0
     began: float = 0.0  # of the attempt
+    prefilled: float | None = None  # when P's token 0 came, of this attempt
     step_failures: int = 0
     token_ids: tuple[int, ...] = ()
     placement: Placement | None = None
@@ -164,6 +165,7 @@ class Walk:
             return []
         self._note_prefill(event, from_prefill=side.prefill)
         if side.prefill:
+            leg.prefilled = now
             self._enter(leg, _State.COMMITTING, now + self._config.commit_wait_s)
         else:
             self._enter(leg, _State.DECODING, now + self._config.decode_wait_s)
@@ -184,6 +186,9 @@ class Walk:
             self._close(leg, leg.prefill)
         self.timeline.kv_bytes += event.kv_bytes
         self.timeline.transfer_s += event.transfer_s
+        self.timeline.transport = event.transport or self.timeline.transport
+        if leg.prefilled is not None:
+            self.timeline.exposed_s += now - leg.prefilled
         self._note_cached(event.cached_tokens)
         self._enter(leg, _State.DECODING, now + self._config.decode_wait_s)
         self._accept_first(leg, side, event.first, now)
@@ -271,6 +276,7 @@ class Walk:
         self._attempts += 1
         leg.attempt = self._attempts
         leg.began = now
+        leg.prefilled = None
         leg.placement = placement
         self._note_placement(leg, placement)
         leg.decode = Side(leg.attempt, prefill=False)

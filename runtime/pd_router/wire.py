@@ -9,7 +9,6 @@ from pd_router.moves import Committed, Granted, OpenDecode, OpenPrefill, Prefill
 from pd_router.types import Bundle, FinishReason, GenerateRequest, Sampling
 
 _LEASE_S = 30.0
-_TRANSPORT = "tcp"
 _FINISH: dict[int, FinishReason | None] = {
     pb.FINISH_UNSPECIFIED: None,
     pb.FINISH_STOP: "stop",
@@ -61,7 +60,6 @@ def prefill_to_pb(
                 epoch=decode.epoch,
                 kv_address=action.grant.kv_address or decode.kv_address,
                 layout_hash=decode.layout_hash,
-                transport=_TRANSPORT,
                 grant=action.grant.grant,
                 prefix_tokens=action.grant.prefix_tokens,
             ),
@@ -127,6 +125,7 @@ def committed_from_pb(event: pb.Committed) -> Committed:
         cached_tokens=event.cached_tokens,
         kv_bytes=event.kv_bytes,
         transfer_s=event.transfer_s,
+        transport=event.transport,
     )
 
 

@@ -100,6 +100,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         "prompt_tokens": 44, "cached_tokens": 12, "completion_tokens": 57, "queue_s": 0.001,
         "grant_wait_s": 0.002, "prefill_worker": "q-p-1-0", "prefill_queue_s": 0.003,
         "prefill_s": 0.4, "kv_bytes": 2_200_000, "transfer_s": 0.3, "transport": "tcp",
+        "exposed_s": 0.002,
         "decode_worker": "q-d-1-0", "tokenize_s": 0.0005, "ttft_s": 0.45, "tpot_s": 0.03,
     }  # fmt: skip
     return {"id": "chatcmpl-1", "total_s": 2.0, "timelines": [line | changes]}
@@ -112,7 +113,7 @@ def test_the_steps_of_a_request() -> None:
     ]  # fmt: skip
     assert found["prefill"].where == "q-p-1-0"
     assert found["prefill"].detail == "44 tokens, 32 computed"
-    assert found["transfer"].detail == "2.1 MiB of KV, beside the prefill"
+    assert found["transfer"].detail == "2.1 MiB of KV, 2.0 ms exposed"
     assert found["transfer"].start_s > found["prefill"].start_s
     assert found["decode"].start_s == 0.45
     assert found["decode"].seconds == pytest.approx(1.55)
@@ -137,7 +138,7 @@ def test_the_table_fits_and_names_everything(width: int, details: bool) -> None:
     text = file.getvalue()
     for part in ("queue", "prefill", "q-p-1-0", "400.0 ms", "q-d-1-0", "TTFT 450.0 ms", "█"):
         assert part in text
-    assert ("2.1 MiB of KV, beside the prefill" in text) == details
+    assert ("2.1 MiB of KV, 2.0 ms exposed" in text) == details
     assert "TPOT 30.0 ms" in text
     assert "…" not in text
 

@@ -2,8 +2,11 @@
 callbacks that are recorded and can be awaited."""
 
 import asyncio
+import mmap
+import os
 import random
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ from pd_core.failures import Failure
 from pd_core.kv import KvLayout
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane, KvSettings
+from pd_engine.kv.shm import SharedMemory
 from pd_engine.types import RequestKey, TokenOut
 from pd_proto.v1 import engine_pb2 as pb
 
@@ -92,7 +96,7 @@ class Worker:
 
     plane: KvPlane
     told: Recorder
-    pool: bytearray
+    pool: bytearray | mmap.mmap
     memory: KvMemory
     layout: KvLayout
     epoch: str
@@ -117,15 +121,25 @@ async def worker(
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
     told: Recorder | None = None,
+    shared: bool = False,
 ) -> Worker:
-    """A started plane; `seed` fills its pool with random bytes, otherwise they are zeros."""
+    """A started plane; `seed` fills its pool with random bytes, otherwise they are zeros.
+    `shared`: the pool is memory that others may read."""
     size = blocks * layout.block_bytes
-    pool = bytearray(random.Random(seed).randbytes(size) if seed is not None else size)
+    pool: bytearray | mmap.mmap = bytearray(size)
+    shared_memory = SharedMemory(size) if shared else None
+    if shared_memory is not None:
+        pool = shared_memory.mapping
+    if seed is not None:
+        pool[:] = random.Random(seed).randbytes(size)
     memory = KvMemory(memoryview(pool), layout)
     told = told or Recorder()
     epoch = epoch or f"{name}-epoch-1"
-    plane = KvPlane(layout, memory, name, epoch, told, settings, clock)
+    fd = shared_memory.fd if shared_memory is not None else None
+    plane = KvPlane(layout, memory, name, epoch, told, settings, clock, fd)
     made = Worker(plane, told, pool, memory, layout, epoch)
+    if shared_memory is not None:
+        weakref.finalize(made, os.close, shared_memory.fd)
     made.address = await plane.start("127.0.0.1", port)
     return made
 
@@ -137,11 +151,15 @@ async def pair(
     *,
     layout: KvLayout = LAYOUT,
     blocks: int = 64,
+    shared: bool = False,
+    epoch: str = "",
 ) -> AsyncIterator[tuple[Worker, Worker]]:
     """A prefill worker whose pool holds random bytes, and a decode worker. At the end both
     are closed, and every transfer must have ended at both."""
-    one = await worker("prefill", layout=layout, blocks=blocks, settings=prefill, seed=1)
-    two = await worker("decode", layout=layout, blocks=blocks, settings=decode)
+    one = await worker(
+        "prefill", layout=layout, blocks=blocks, settings=prefill, seed=1, shared=shared
+    )
+    two = await worker("decode", layout=layout, blocks=blocks, settings=decode, epoch=epoch)
     try:
         yield one, two
     finally:
@@ -152,13 +170,19 @@ async def pair(
         made.told.check_ends()
 
 
-def target(decode: Worker, grant: bytes, prefix_blocks: int = 0, address: str = "") -> pb.KvTarget:
+def target(
+    decode: Worker,
+    grant: bytes,
+    prefix_blocks: int = 0,
+    address: str = "",
+    transport: str = "",
+) -> pb.KvTarget:
     return pb.KvTarget(
         worker="decode",
         epoch=decode.epoch,
         kv_address=address or decode.address,
         layout_hash=decode.layout.layout_hash,
-        transport="tcp",
+        transport=transport,
         grant=grant,
         prefix_tokens=prefix_blocks * decode.layout.block_tokens,
     )
@@ -182,6 +206,7 @@ class Transfer:
         address: str = "",
         lease_s: float = 30,
         now: float | None = None,
+        transport: str = "",
     ) -> None:
         grant = decode.plane.open_import(
             self.key,
@@ -197,7 +222,7 @@ class Transfer:
             self.key,
             f"request-{self.key}",
             1,
-            target(decode, grant, self.prefix_blocks, address),
+            target(decode, grant, self.prefix_blocks, address, transport),
             self.source,
             self.tokens,
             lease_s,

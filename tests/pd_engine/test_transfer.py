@@ -62,7 +62,7 @@ def test_commits_when_all_is_here() -> None:
     assert made.push_end(CONN, 1, 1.5) == []
     receive(made, b, 2.0)
     committed, answer = made.seal(CONN, seal(a, b), 3.5)
-    assert committed == Committed(KEY, FIRST, ImportStats(18 * SLICE, 2.5, 3))
+    assert committed == Committed(KEY, FIRST, ImportStats(18 * SLICE, 2.5, 3), CONN)
     assert isinstance(answer, Answer)
     assert answer.verdict.committed
     assert not answer.close
@@ -83,7 +83,7 @@ def test_rectangles_may_come_in_any_order() -> None:
 def test_full_prefix_needs_only_the_seal() -> None:
     made = imports(prefix=2, tokens=8)
     committed = made.seal(CONN, seal(tokens=8), 4.0)[0]
-    assert committed == Committed(KEY, FIRST, ImportStats(0, 0.0, 3))
+    assert committed == Committed(KEY, FIRST, ImportStats(0, 0.0, 3), CONN)
 
 
 def test_several_choices_in_one_seal() -> None:

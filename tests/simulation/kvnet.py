@@ -232,6 +232,9 @@ class Socket:
     async def wait_writable(self, loop: VirtualLoop) -> None:
         await wait(self.outgoing.waiters, loop)
 
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
     def shutdown(self, how: int) -> None:
         del how
         self._check()

@@ -63,6 +63,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         finally:
             events._set_running_loop(None)
 
+    def failed_tasks(self) -> list[str]:
+        """Tasks that ended by an exception which nobody looked at."""
+        failed = [t for t in self.tasks if t.done() and getattr(t, "_log_traceback", False)]
+        return [f"{self.host}: a task failed: {t.exception()!r}" for t in failed]
+
     def end_tasks(self) -> None:
         """So that no coroutine is left to the garbage collector."""
         self.over = True
@@ -135,7 +140,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         task = asyncio.Task(coro, loop=self, name=name or "task", context=context)
         self.tasks.append(task)
         if len(self.tasks) > 200:
-            self.tasks = [t for t in self.tasks if not t.done()]
+            kept = [t for t in self.tasks if not t.done() or getattr(t, "_log_traceback", False)]
+            self.tasks = kept
         return task
 
     def run_in_executor(  # type: ignore[override]

@@ -2,6 +2,7 @@
 announcer, on a model that checks what it reads."""
 
 import asyncio
+from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from tests.simulation.plan import Plan
 
 LEASE_S = 6.0
 _ORPHANED_S = 3.0
+_KEPT_S = 11.0  # the longest wait at either end, and some
 _ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 
 
@@ -233,6 +235,21 @@ class Worker:
             if self._clock.now - since > _ORPHANED_S:
                 raise Wrong(f"{self.name}: request {key} lives on without its router")
 
+    def check_leases(self, ended_at: Callable[[str], float | None], awake_since: float) -> None:
+        """What was set aside for a transfer doesn't outlive its request by more than a lease."""
+        if self.core is None:
+            return
+        for key, live in self.core._live.items():
+            task = self.core.scheduler._held.tasks.get(key)
+            if task is None or not (live.granted or live.exporting):
+                continue
+            since = ended_at(task.req.request_id)
+            if since is None:
+                continue
+            kept_s = self._clock.now - max(since, awake_since)
+            if kept_s > _KEPT_S:
+                raise Wrong(f"{self.name}: {task.req.request_id} ended {kept_s:.0f} s ago")
+
     def busy(self) -> str:
         """What it holds though nobody wants anything any more; empty when all came free."""
         core = self.core
@@ -270,4 +287,5 @@ def _kv_settings(plan: Plan) -> KvSettings:
         receiver=ReceiverSettings(handshake_s=2.0, reply_s=2.0, idle_s=20.0, linger_s=0.5),
         channels=ChannelSettings(connect_s=2.0, abort_s=0.2, idle_s=5.0),
         tick_s=0.5,
+        transport="tcp",
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine import announce, core, server
-from pd_engine.kv import plane, tcp
+from pd_engine.kv import frames, plane, tcp
 from pd_router import link, session, workers
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
@@ -52,6 +52,7 @@ class Client:
     end: str = ""  # done, a failure's kind, cancelled, lost
     generation: Any = None
     began: float = 0.0
+    ended_at: float | None = None
 
     @property
     def name(self) -> str:
@@ -92,6 +93,7 @@ class Client:
             raise Wrong(f"{self.name}: ended twice ({self.end}, {how})")
         self.world.note(f"{self.name} ends: {how}")
         self.end = how
+        self.ended_at = self.world.clock.now
         timeline = self.generation.timeline
         if timeline.cached_tokens > timeline.prompt_tokens:
             raise Wrong(f"{self.name}: {timeline.cached_tokens} tokens cached")
@@ -103,6 +105,7 @@ class Client:
         if not self.end:
             self.world.note(f"{self.name}: the client leaves")
             self.end = "cancelled"
+            self.ended_at = self.world.clock.now
             self.generation.cancel()
             if not self.world.plan.faults:
                 self.world.at(_FREED_S, self._check_freed)
@@ -156,6 +159,7 @@ class World:
         self.workers = {name: self._start(name, 0) for name in made.hosts}
         self.clients = [Client(ask, self) for ask in made.asks]
         self.paused: dict[str, float] = {}
+        self.awake_since: dict[str, float] = {}
         self._dead: list[VirtualLoop] = []
         self._restarts: dict[str, int] = {}
         self._errors: list[str] = []
@@ -261,7 +265,7 @@ class World:
                 self._crash(host, heard=upset.what == "crash")
                 self.at(upset.seconds, lambda: self._restart(host))
             case "pause":
-                self.paused[host] = self.clock.now + upset.seconds
+                self.paused[host] = self.awake_since[host] = self.clock.now + upset.seconds
                 if host == ROUTER:
                     self.router_paused_s += upset.seconds
             case "cut":
@@ -290,6 +294,7 @@ class World:
             for client in self.clients:
                 if not client.end and client.began:
                     client.end = "lost"
+                    client.ended_at = self.clock.now
         else:
             self.workers[host] = Worker(self.plan, host, -1, self.clock, self.random)
             self.workers[host].loop.over = True  # a place where nothing runs
@@ -311,10 +316,17 @@ class World:
 
     def _check(self) -> None:
         for worker in self.workers.values():
+            awake_since = self.awake_since.get(worker.name, 0.0)
+            if worker.name in self.paused:
+                continue
+            worker.check_leases(self._ended_at, awake_since)
             try:
                 worker.check()
             except AssertionError as error:
                 raise Wrong(f"{worker.name}: {error}") from error
+
+    def _ended_at(self, request_id: str) -> float | None:
+        return next(c.ended_at for c in self.clients if c.name == request_id)
 
     def _all_ended(self) -> bool:
         return all(client.end for client in self.clients)
@@ -324,6 +336,10 @@ class World:
 
     def _judge(self) -> None:
         self._check()
+        for loop in self._loops():
+            failed = loop.failed_tasks()
+            if failed:
+                raise Wrong(failed[0])
         for worker in self.workers.values():
             if worker.busy() and worker.name not in self.paused:
                 raise Wrong(f"{worker.name} still holds {worker.busy()}")
@@ -362,6 +378,7 @@ class World:
             (tcp, "listen", self.kv.listen),
             (tcp, "connect", self.kv.connect),
             (tcp, "configure", _nothing),
+            (frames, "refuse", _watched_refusal(frames.refuse)),
         ]
         before = [(module, name, getattr(module, name)) for module, name, _ in changes]
         for module, name, value in changes:
@@ -395,6 +412,18 @@ class _Errors(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if "told to fail" not in str(error):
             self._found.append(f"{record.name}: {record.getMessage()}: {error!r}")
+
+
+def _watched_refusal(real: Any) -> Any:
+    """A peer is (address, epoch): nobody takes what was meant for a predecessor."""
+
+    def refuse(hello: Any, worker: str, epoch: str, layout: Any) -> Failure | None:
+        failure: Failure | None = real(hello, worker, epoch, layout)
+        if failure is None and hello.target_epoch != epoch:
+            raise Wrong(f"{worker}: {epoch} takes a connection for {hello.target_epoch}")
+        return failure
+
+    return refuse
 
 
 def _nothing(*_: Any, **__: Any) -> None:

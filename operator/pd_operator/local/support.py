@@ -67,10 +67,10 @@ def _source(cluster: Cluster) -> list[FieldError]:
 
 
 def _transport(cluster: Cluster) -> list[FieldError]:
-    if cluster.transport in ("auto", "tcp"):
+    if cluster.transport in ("auto", "tcp", "shm"):
         return []
     problem = f"{cluster.transport} is not supported on this machine yet"
-    return [FieldError("spec.kvTransfer.transport", problem, "write auto or tcp")]
+    return [FieldError("spec.kvTransfer.transport", problem, "write auto, tcp or shm")]
 
 
 def _scaling(pool: Pool) -> list[FieldError]:

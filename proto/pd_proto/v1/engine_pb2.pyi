@@ -428,20 +428,22 @@ class Prefilled(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., first: _Optional[_Iterable[_Union[TokenOut, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Committed(_message.Message):
-    __slots__ = ("handle", "first", "kv_bytes", "transfer_s", "exposed_s", "cached_tokens")
+    __slots__ = ("handle", "first", "kv_bytes", "transfer_s", "exposed_s", "cached_tokens", "transport")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     first: _containers.RepeatedCompositeFieldContainer[TokenOut]
     kv_bytes: int
     transfer_s: float
     exposed_s: float
     cached_tokens: int
-    def __init__(self, handle: _Optional[int] = ..., first: _Optional[_Iterable[_Union[TokenOut, _Mapping]]] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    transport: str
+    def __init__(self, handle: _Optional[int] = ..., first: _Optional[_Iterable[_Union[TokenOut, _Mapping]]] = ..., kv_bytes: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token", "logprob")
@@ -540,7 +542,7 @@ class KvRefusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class KvPush(_message.Message):
-    __slots__ = ("grant", "id", "layer_start", "layer_count", "block_start", "block_count", "payload_bytes", "checksum")
+    __slots__ = ("grant", "id", "layer_start", "layer_count", "block_start", "block_count", "payload_bytes", "checksum", "source_blocks")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
@@ -549,6 +551,7 @@ class KvPush(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     grant: bytes
     id: TransferId
     layer_start: int
@@ -557,7 +560,8 @@ class KvPush(_message.Message):
     block_count: int
     payload_bytes: int
     checksum: int
-    def __init__(self, grant: _Optional[bytes] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    source_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, grant: _Optional[bytes] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., source_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvSeal(_message.Message):
     __slots__ = ("grant", "id", "token_count", "payload_bytes", "coverage", "first", "cached_tokens")

@@ -4,7 +4,7 @@ The layout is that of `pd_core.kv`: [block, layer, K|V, token, kv_head, head_dim
 """
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -14,18 +14,25 @@ from pd_core.kv import KvLayout
 class KvPool:
     """Memory for `num_blocks` blocks, and the views through which a step uses it.
 
-    On the CPU it is an anonymous private mapping: pages cost memory once they are
-    written, start as zeros (never NaN), and `buffer` gives them to the KV plane.
+    On the CPU it is an anonymous private mapping, or what `memory` makes: pages cost
+    memory once they are written, start as zeros (never NaN), and `buffer` gives them to
+    the KV plane.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        device: torch.device,
+        memory: Callable[[int], mmap.mmap] | None = None,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         dtype = getattr(torch, layout.dtype)
         size = num_blocks * layout.block_bytes
         self._mapping: mmap.mmap | None = None
         if device.type == "cpu":
-            self._mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._mapping = memory(size) if memory is not None else _private(size)
             flat = torch.frombuffer(self._mapping, dtype=dtype)
         else:
             flat = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
@@ -85,3 +92,7 @@ class KvPool:
         torch.index_select(halves, 0, index, out=out)
         both = out.view(2, -1, self.layout.kv_heads, self.layout.head_dim)
         return both[0], both[1]
+
+
+def _private(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

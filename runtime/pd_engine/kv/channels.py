@@ -1,15 +1,19 @@
 """The prefill worker's connections: made, welcomed, lent to one transfer at a time, reused."""
 
 import asyncio
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from pd_core.failures import FailureKind, RequestFailure
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
-from pd_engine.transfer import Verdict
+from pd_engine.kv.transport import Transport, Unreachable
+from pd_engine.transfer import PushHead, Verdict
+
+log = logging.getLogger(__name__)
 
 Peer = tuple[str, str]
 """(address, epoch): a worker that restarted is somebody else."""
@@ -37,9 +41,10 @@ class Borrower(Protocol):
 class Channel:
     """One welcomed connection. Its reader task notices at once when the peer closes."""
 
-    def __init__(self, sock: socket.socket, peer: Peer) -> None:
+    def __init__(self, sock: socket.socket, peer: Peer, transport: Transport) -> None:
         self.sock = sock
         self.peer = peer
+        self.transport = transport
         self.borrower: Borrower | None = None
         self.lost = ""
         self.dirty = False  # a frame is out in part: the peer can't find the next one
@@ -52,10 +57,11 @@ class Channel:
         await tcp.send_all(self.sock, head)
         self.dirty = False
 
-    async def send_push(self, head: bytes, slices: list[memoryview]) -> None:
+    async def push(
+        self, head: PushHead, block_ids: Sequence[int], slices: Sequence[memoryview]
+    ) -> None:
         self.dirty = True
-        await tcp.send_all(self.sock, head)
-        await tcp.send_payload(self.sock, slices, self._scratch)
+        await self.transport.push(self.sock, head, block_ids, slices, self._scratch)
         self.dirty = False
 
     async def heard_out(self, within_s: float) -> None:
@@ -93,6 +99,7 @@ class Channels:
         epoch: str,
         settings: ChannelSettings,
         clock: Callable[[], float],
+        transports: Mapping[str, Transport],
     ) -> None:
         self.abort_s = settings.abort_s
         self._layout = layout
@@ -100,6 +107,7 @@ class Channels:
         self._epoch = epoch
         self._settings = settings
         self._clock = clock
+        self._transports = transports
         self._idle: list[Channel] = []  # the longest idle first
         self._lent = asyncio.Semaphore(settings.max_lent)
         self._closing: set[asyncio.Task[None]] = set()
@@ -108,11 +116,12 @@ class Channels:
     def idle_count(self) -> int:
         return len(self._idle)
 
-    async def borrow(self, peer: Peer, borrower: Borrower) -> Channel:
-        """An idle channel to that peer, or a new one. Raises RequestFailure."""
+    async def borrow(self, peer: Peer, names: Sequence[str], borrower: Borrower) -> Channel:
+        """An idle channel to that peer, or a new one, by the first of these transports that
+        has a way there. Raises RequestFailure."""
         await self._lent.acquire()
         try:
-            channel = self._take_idle(peer) or await self._open(peer)
+            channel = self._take_idle(peer, names) or await self._open(peer, names)
         except BaseException:
             self._lent.release()
             raise
@@ -148,19 +157,19 @@ class Channels:
         idle, self._idle = self._idle, []
         await asyncio.gather(*(c.close() for c in idle), *self._closing)
 
-    def _take_idle(self, peer: Peer) -> Channel | None:
+    def _take_idle(self, peer: Peer, names: Sequence[str]) -> Channel | None:
         for channel in reversed(self._idle):
-            if channel.peer == peer and not channel.lost:
+            if channel.peer == peer and channel.transport.name in names and not channel.lost:
                 self._idle.remove(channel)
                 return channel
         return None
 
-    async def _open(self, peer: Peer) -> Channel:
+    async def _open(self, peer: Peer, names: Sequence[str]) -> Channel:
         address, epoch = peer
         sock = None
         try:
             async with asyncio.timeout(self._settings.connect_s):
-                sock = await tcp.connect(address)
+                transport, sock = await self._connect(peer, names)
                 await self._shake_hands(sock, epoch)
         except BaseException as e:
             if sock is not None:
@@ -170,7 +179,28 @@ class Channels:
                     FailureKind.TRANSFER_FAILED, self._unreachable(address, e)
                 ) from e
             raise
-        return Channel(sock, peer)
+        return Channel(sock, peer, transport)
+
+    async def _connect(self, peer: Peer, names: Sequence[str]) -> tuple[Transport, socket.socket]:
+        """By the first transport with a way there. Where several were allowed, one that has
+        none, or whose way fails, leaves it to the next."""
+        why = ""
+        for name in names:
+            transport = self._transports.get(name)
+            if transport is None:
+                why = f"this worker doesn't send KV by {name}"
+                continue
+            try:
+                return transport, await transport.connect(*peer)
+            except Unreachable as e:
+                why = str(e)
+            except OSError as e:
+                if name == names[-1]:
+                    raise
+                log.info("KV: %s to %s failed, next transport: %s", name, peer[0], e)
+        raise RequestFailure(
+            FailureKind.TRANSFER_FAILED, f"no KV connection to {peer[0]} by {names[-1]}: {why}"
+        )
 
     async def _shake_hands(self, sock: socket.socket, epoch: str) -> None:
         hello = frames.encode_hello(self._worker, self._epoch, epoch, self._layout)

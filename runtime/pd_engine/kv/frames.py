@@ -112,7 +112,7 @@ def encode_hello(worker: str, epoch: str, target_epoch: str, layout: KvLayout) -
     return _framed(pb.KvFrame(hello=hello).SerializeToString())
 
 
-def encode_push(head: PushHead) -> bytes:
+def encode_push(head: PushHead, source_blocks: tuple[int, ...] = ()) -> bytes:
     push = pb.KvPush(
         grant=head.grant,
         id=_id_to_pb(head.id),
@@ -122,6 +122,7 @@ def encode_push(head: PushHead) -> bytes:
         block_count=head.range.block_count,
         payload_bytes=head.payload_bytes,
         checksum=head.checksum,
+        source_blocks=source_blocks or head.source_blocks,
     )
     return _framed(pb.KvFrame(push=push).SerializeToString())
 
@@ -181,6 +182,7 @@ def _push(m: pb.KvPush) -> PushHead:
         range=KvRange(m.layer_start, m.layer_count, m.block_start, m.block_count),
         payload_bytes=m.payload_bytes,
         checksum=m.checksum,
+        source_blocks=tuple(m.source_blocks),
     )
 
 

@@ -12,9 +12,9 @@ class KvMemory:
     one slice too, so a run of neighbours moves in one piece.
     """
 
-    def __init__(self, buffer: memoryview, layout: KvLayout) -> None:
+    def __init__(self, buffer: memoryview, layout: KvLayout, *, readonly: bool = False) -> None:
         view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
-        if view.readonly:
+        if view.readonly and not readonly:
             raise ValueError("the KV pool's buffer is read-only")
         self.blocks, rest = divmod(view.nbytes, layout.block_bytes)
         if rest or not self.blocks:

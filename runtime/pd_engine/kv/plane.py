@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import xxhash
@@ -28,6 +28,9 @@ from pd_engine.kv.channels import Channels, ChannelSettings
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.receiver import KvReceiver, ReceiverSettings
 from pd_engine.kv.sender import KvSender
+from pd_engine.kv.shm import ShmTransport
+from pd_engine.kv.tcp import TcpTransport
+from pd_engine.kv.transport import AUTO, Transport, choose
 from pd_engine.transfer import ExportLimits, ImportLimits, TransferId
 from pd_engine.types import RequestKey, TokenOut
 from pd_proto.v1 import engine_pb2 as pb
@@ -36,7 +39,6 @@ __all__ = ["ExportStats", "ImportStats", "KvCallbacks", "KvPlane", "KvSettings"]
 
 log = logging.getLogger(__name__)
 
-TRANSPORT = "tcp"
 GRANT_BYTES = 16
 
 
@@ -75,10 +77,11 @@ class KvSettings:
     channels: ChannelSettings = field(default_factory=ChannelSettings)
     kv_rate_limit_bytes_s: float = 0.0  # of all exports together; 0: as fast as it goes
     tick_s: float = 0.25  # how often leases and deadlines are looked at
+    transport: str = "tcp"  # or another by name, or auto: the best that both ends can do
 
 
 class KvPlane:
-    """Both sides of KV transfers over TCP."""
+    """Both sides of KV transfers. `pool_fd`: the pool's memory, where others may read it."""
 
     def __init__(
         self,
@@ -89,8 +92,14 @@ class KvPlane:
         callbacks: KvCallbacks,
         settings: KvSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pool_fd: int | None = None,
     ) -> None:
         settings = settings or KvSettings()
+        self._transport = settings.transport
+        transports: dict[str, Transport] = {"tcp": TcpTransport()}
+        if settings.transport in (AUTO, "shm"):
+            transports["shm"] = ShmTransport(layout, pool_fd)
+        refused = f"{worker} takes KV by shm alone" if settings.transport == "shm" else ""
         self._callbacks = callbacks
         self._clock = clock
         self._layout = layout
@@ -98,9 +107,17 @@ class KvPlane:
         self._imports = im.Imports(layout, xxhash.xxh3_64, settings.imports)
         self._exports = ex.Exports(layout, xxhash.xxh3_64, settings.exports)
         self._receiver = KvReceiver(
-            self._imports, memory, worker, epoch, self._apply_imports, clock, settings.receiver
+            self._imports,
+            memory,
+            worker,
+            epoch,
+            self._apply_imports,
+            clock,
+            settings.receiver,
+            transports,
+            refused,
         )
-        self._channels = Channels(layout, worker, epoch, settings.channels, clock)
+        self._channels = Channels(layout, worker, epoch, settings.channels, clock, transports)
         self._sender = KvSender(
             self._exports,
             memory,
@@ -178,6 +195,10 @@ class KvPlane:
         )
         return grant
 
+    def receiving(self, key: RequestKey) -> bool:
+        """Whether a sender has begun to fill an open grant."""
+        return self._imports.begun(key)
+
     def cancel_import(self, key: RequestKey) -> bool:
         """Take the grant back. True: its blocks are quarantined, `on_import_released`
         follows; False: they are free (it was called), or there was no such grant."""
@@ -198,12 +219,13 @@ class KvPlane:
         lease_s: float,
     ) -> None:
         """Start handing over; connects at once. RequestFailure: the target makes no sense."""
-        if target.transport not in ("", TRANSPORT):
-            raise RequestFailure(
-                FailureKind.TRANSFER_FAILED,
-                f"KV transport {target.transport!r} isn't known here; {TRANSPORT} is",
-            )
-        to = ex.Target(target.kv_address, target.epoch, target.grant, target.prefix_tokens)
+        to = ex.Target(
+            target.kv_address,
+            target.epoch,
+            target.grant,
+            target.prefix_tokens,
+            choose(self._transport, target.transport),
+        )
         try:
             actions = self._exports.open(
                 key,
@@ -234,6 +256,10 @@ class KvPlane:
     def seal_export(self, key: RequestKey, first: tuple[TokenOut, ...], cached_tokens: int) -> None:
         """The whole prompt is final and token 0 of each choice drawn."""
         self._apply_exports(self._exports.seal(key, first, cached_tokens, self._clock()))
+
+    def export_transport(self, key: RequestKey) -> str:
+        """By which an open export goes; "" while that isn't known."""
+        return self._sender.transport_of(key)
 
     def cancel_export(self, key: RequestKey) -> None:
         """Stop sending; `on_export_done(key, False)` follows, soon, whatever the target does."""
@@ -274,7 +300,8 @@ class KvPlane:
     def _apply_imports(self, actions: Sequence[im.ImportAction]) -> None:
         for action in actions:
             match action:
-                case im.Committed(key, first, stats):
+                case im.Committed(key, first, stats, conn):
+                    stats = replace(stats, transport=self._receiver.transport_of(conn))
                     self._tell(self._callbacks.on_committed, key, first, stats)
                 case im.ImportFailed(key, failure):
                     log.info("KV import failed: %s", failure.message)

@@ -9,13 +9,15 @@ import contextlib
 import itertools
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pd_core.failures import Failure, FailureKind
 from pd_engine.imports import Accept, ImportAction, Imports, Reject
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.memory import KvMemory
+from pd_engine.kv.transport import Taker, Transport
 from pd_engine.transfer import AbortHead, PushHead, SealHead, Verdict
 
 log = logging.getLogger(__name__)
@@ -46,7 +48,10 @@ class KvReceiver:
         apply: Callable[[Sequence[ImportAction]], None],
         clock: Callable[[], float],
         settings: ReceiverSettings,
+        transports: Mapping[str, Transport],
+        refused: str = "",
     ) -> None:
+        """`refused`: why connections by tcp are turned away, if they are."""
         self.imports = imports
         self.memory = memory
         self.worker = worker
@@ -54,30 +59,42 @@ class KvReceiver:
         self.apply = apply
         self.clock = clock
         self.settings = settings
+        self.refused = refused
+        self._transports = transports
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sock: socket.socket | None = None
+        self._socks: list[socket.socket] = []
 
     @property
     def connection_count(self) -> int:
         return len(self._connections)
 
     async def start(self, host: str, port: int) -> str:
-        """Returns the bound address."""
-        self._sock = await tcp.listen(host, port)
-        self._spawn(self._accept(self._sock))
-        bound = self._sock.getsockname()
-        return tcp.join_address(bound[0], bound[1])
+        """Returns the bound address (of tcp, which is always there: it also says no)."""
+        address = ""
+        for transport in self._transports.values():
+            sock = await transport.listen(host, port, self.epoch)
+            self._socks.append(sock)
+            self._spawn(self._accept(sock, transport))
+            if transport.name == "tcp":
+                bound = sock.getsockname()
+                address = tcp.join_address(bound[0], bound[1])
+        return address
+
+    def transport_of(self, number: int) -> str:
+        """By which a connection came; "" when it has gone."""
+        connection = self._connections.get(number)
+        return connection.transport.name if connection is not None else ""
 
     async def close(self) -> None:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
+        for sock in self._socks:
+            sock.close()
+        self._socks.clear()
 
     def answer(self, number: int, verdict: Verdict, close: bool) -> None:
         """Send a verdict on a connection, if it still is."""
@@ -90,7 +107,7 @@ class KvReceiver:
             if now - connection.active_at >= self.settings.idle_s:
                 connection.end()
 
-    async def _accept(self, listening: socket.socket) -> None:
+    async def _accept(self, listening: socket.socket, transport: Transport) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -104,18 +121,18 @@ class KvReceiver:
                 log.warning("KV plane: refused a connection, %d are open", len(self._connections))
                 sock.close()
                 continue
-            tcp.configure(sock)
-            self._serve(sock)
+            sock.setblocking(False)
+            self._serve(sock, transport)
 
-    def _serve(self, sock: socket.socket) -> None:
-        connection = _Connection(self, next(self._numbers), sock)
+    def _serve(self, sock: socket.socket, transport: Transport) -> None:
+        connection = _Connection(self, next(self._numbers), sock, transport)
         self._connections[connection.number] = connection
         connection.task = self._spawn(connection.run())
 
         def ended(_: asyncio.Task[None]) -> None:
             # Here, since a task that is cancelled before its first step runs no code at all.
             self._connections.pop(connection.number, None)
-            sock.close()
+            connection.close()
 
         connection.task.add_done_callback(ended)
 
@@ -129,12 +146,16 @@ class KvReceiver:
 class _Connection:
     """One accepted connection."""
 
-    def __init__(self, receiver: KvReceiver, number: int, sock: socket.socket) -> None:
+    def __init__(
+        self, receiver: KvReceiver, number: int, sock: socket.socket, transport: Transport
+    ) -> None:
         self.number = number
+        self.transport = transport
         self.task: asyncio.Task[None] | None = None
         self.active_at = receiver.clock()
         self._receiver = receiver
         self._sock = sock
+        self._taker: Taker | None = None
         self._outbox: list[Verdict] = []
         self._ending = False
         self._scratch = memoryview(bytearray(tcp.BATCH_BYTES))
@@ -152,6 +173,12 @@ class _Connection:
         self._ending = True
         if self.task is not None and asyncio.current_task() is not self.task:
             self.task.cancel()
+
+    def close(self) -> None:
+        """Its task is over: nothing is received any more."""
+        self._sock.close()
+        if self._taker is not None:
+            self._taker.close()
 
     async def run(self) -> None:
         receiver = self._receiver
@@ -186,10 +213,13 @@ class _Connection:
 
     async def _handshake(self) -> bool:
         receiver = self._receiver
+        self._taker = await self.transport.greet(self._sock)
         hello = frames.parse_frame(await tcp.receive_message(self._sock))
         if not isinstance(hello, frames.Hello):
             raise frames.FrameError("the first frame is no hello")
         failure = frames.refuse(hello, receiver.worker, receiver.epoch, receiver.memory.layout)
+        if failure is None and receiver.refused and self.transport.name == "tcp":
+            failure = Failure(FailureKind.TRANSFER_FAILED, receiver.refused)
         if failure is not None:
             log.warning("KV plane: refused: %s", failure.message)
             await self._send(frames.Refusal(failure))
@@ -207,7 +237,7 @@ class _Connection:
                 if isinstance(begun, Reject):
                     receiver.apply(begun.actions)
                 else:
-                    await self._payload(begun)
+                    await self._payload(frame, begun)
             case SealHead():
                 receiver.apply(receiver.imports.seal(self.number, frame, now))
             case AbortHead():
@@ -215,15 +245,16 @@ class _Connection:
             case frames.Hello():
                 raise frames.FrameError("a second hello")
 
-    async def _payload(self, accept: Accept) -> None:
+    async def _payload(self, head: PushHead, accept: Accept) -> None:
         receiver = self._receiver
         checksum = None
+        assert self._taker is not None
         try:
             slices = receiver.memory.slices(
                 accept.block_ids, accept.layer_start, accept.layer_count
             )
-            checksum = await tcp.receive_payload(
-                self._sock, slices, self._scratch, self._progressed
+            checksum = await self._taker.take(
+                self._sock, head, slices, self._scratch, self._progressed
             )
         finally:
             now = receiver.clock()

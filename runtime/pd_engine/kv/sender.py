@@ -77,6 +77,11 @@ class KvSender:
         if carrier is not None:
             carrier.cut()
 
+    def transport_of(self, key: RequestKey) -> str:
+        """By which an export goes; "" while it has no connection."""
+        carrier = self._carriers.get(key)
+        return carrier.transport if carrier is not None else ""
+
     def forget(self, key: RequestKey) -> None:
         self._carriers.pop(key, None)
 
@@ -100,6 +105,10 @@ class _Carrier:
         self._running = False
         self._cut = False
         self._spent = False  # the target closes the channel by itself
+
+    @property
+    def transport(self) -> str:
+        return self._channel.transport.name if self._channel is not None else ""
 
     def cut(self) -> None:
         """End whatever is going on. (A task that never ran must run, to report.)"""
@@ -139,8 +148,9 @@ class _Carrier:
 
     async def _carry(self) -> None:
         try:
-            peer = (self._target.address, self._target.epoch)
-            self._channel = await self._sender.channels.borrow(peer, self)
+            target = self._target
+            peer = (target.address, target.epoch)
+            self._channel = await self._sender.channels.borrow(peer, target.transports, self)
             await self._send_all(self._channel)
         except RequestFailure as e:
             self._end(e.failure)
@@ -176,7 +186,7 @@ class _Carrier:
         slices = self._sender.memory.slices(job.block_ids, r.layer_start, r.layer_count)
         checksum = tcp.checksum(slices)
         head = PushHead(self._target.grant, self._id, r, job.payload_bytes, checksum)
-        await channel.send_push(frames.encode_push(head), slices)
+        await channel.push(head, job.block_ids, slices)
         return checksum
 
     async def _part(self, abort: str) -> None:

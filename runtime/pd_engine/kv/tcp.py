@@ -12,7 +12,8 @@ from typing import Any
 
 import xxhash
 
-from pd_engine.kv.frames import PREFIX_BYTES, checked, frame_length
+from pd_engine.kv.frames import PREFIX_BYTES, checked, encode_push, frame_length
+from pd_engine.transfer import PushHead
 
 BATCH_BYTES = 64 * 1024
 """Slices below it go through one buffer of this size: a system call costs more than the copy."""
@@ -178,3 +179,51 @@ def batches(slices: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
             found.append([piece])
             room = limit - len(piece)
     return found
+
+
+class TcpTransport:
+    """The payload follows each push on its connection, from pool to pool by the kernel alone."""
+
+    name = "tcp"
+
+    async def connect(self, address: str, epoch: str) -> socket.socket:
+        del epoch
+        return await connect(address)
+
+    async def push(
+        self,
+        sock: socket.socket,
+        head: PushHead,
+        block_ids: Sequence[int],
+        slices: Sequence[memoryview],
+        scratch: memoryview,
+    ) -> None:
+        del block_ids
+        await send_all(sock, encode_push(head))
+        await send_payload(sock, slices, scratch)
+
+    async def listen(self, host: str, port: int, epoch: str) -> socket.socket:
+        del epoch
+        return await listen(host, port)
+
+    async def greet(self, sock: socket.socket) -> "TcpTaker":
+        configure(sock)
+        return TcpTaker()
+
+
+class TcpTaker:
+    """Reads a push's payload off the socket."""
+
+    async def take(
+        self,
+        sock: socket.socket,
+        head: PushHead,
+        slices: Sequence[memoryview],
+        scratch: memoryview,
+        progress: Callable[[], None],
+    ) -> int:
+        del head
+        return await receive_payload(sock, slices, scratch, progress)
+
+    def close(self) -> None:
+        """Nothing is held."""

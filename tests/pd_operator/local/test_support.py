@@ -28,9 +28,9 @@ from tests.pd_operator.objects import cluster
             "hostPath with a folder or a GGUF file",
         ),
         (
-            {"spec.kvTransfer.transport": "shm"},
-            "spec.kvTransfer.transport: shm is not supported on this machine yet; write auto "
-            "or tcp",
+            {"spec.kvTransfer.transport": "nixl"},
+            "spec.kvTransfer.transport: nixl is not supported on this machine yet; write auto, "
+            "tcp or shm",
         ),
         (
             {"spec.decode.accelerator": {"resource": "nvidia.com/gpu"}},
