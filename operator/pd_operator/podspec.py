@@ -161,6 +161,7 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         "health-port": HEALTH_PORT,
         "routers": f"{control_name(cluster.name)}:{CONTROL_PORT}",
         "dtype": cluster.model.dtype,
+        "kv-transport": cluster.transport,
         "max-model-len": cluster.model.max_model_tokens,
         "block-tokens": engine.block_tokens,
         "chunk-tokens": engine.chunk_tokens,

@@ -113,6 +113,7 @@ def test_engine_flags() -> None:
         "health-port": "9090",
         "routers": "chat-control:7000",
         "dtype": "float32",
+        "kv-transport": "auto",
         "max-model-len": "4096",
         "block-tokens": "16",
         "chunk-tokens": "0",
