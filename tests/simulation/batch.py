@@ -8,16 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.simulation.worker import Wrong
 from tests.simulation.world import run
 
-Outcome = tuple[int, str, list[str]]
-"""(seed, what went wrong or nothing, how its requests ended)."""
+Outcome = tuple[int, str, list[str], int]
+"""(seed, what went wrong or nothing, how its requests ended, transfers committed)."""
 
 
 def one(seed: int) -> Outcome:
     try:
         world = run(seed)
     except Wrong as wrong:
-        return seed, str(wrong), []
-    return seed, "", [client.end for client in world.clients]
+        return seed, str(wrong), [], 0
+    return seed, "", [client.end for client in world.clients], world.committed
 
 
 def outcomes(seeds: Sequence[int], jobs: int) -> Iterator[Outcome]:
@@ -32,16 +32,20 @@ def many(seeds: Sequence[int], jobs: int) -> int:
     """Prints the worlds that went wrong, and how all requests ended. Returns an exit code."""
     began = time.perf_counter()
     ends: collections.Counter[str] = collections.Counter()
-    wrong = 0
-    for seed, problem, found in outcomes(seeds, jobs):
+    wrong = transfers = 0
+    for seed, problem, found, committed in outcomes(seeds, jobs):
         ends.update(found)
+        transfers += committed
         if problem:
             wrong += 1
             print(f"seed {seed}: {problem}", flush=True)
     took_s = time.perf_counter() - began
     total = max(1, sum(ends.values()))
     shares = ", ".join(f"{n / total:.1%} {how}" for how, n in ends.most_common())
-    print(f"{len(seeds)} worlds in {took_s:.0f} s, {wrong} went wrong; {total} requests: {shares}")
+    print(
+        f"{len(seeds)} worlds in {took_s:.0f} s, {wrong} went wrong; {total} requests "
+        f"({transfers} transfers committed): {shares}"
+    )
     return 1 if wrong else 0
 
 

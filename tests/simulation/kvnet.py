@@ -301,7 +301,8 @@ class KvNet:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         host = address.rpartition(":")[0]
-        await asyncio.sleep(self.random.uniform(0.0002, 0.01))
+        slow = self.random.random() < self.fault_rate
+        await asyncio.sleep(self.random.uniform(0.0002, 1.5 if slow else 0.01))
         listener = self.listeners.get(host)
         if listener is None:
             raise ConnectionRefusedError(111, f"nobody listens at {address}")

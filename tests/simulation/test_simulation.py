@@ -19,8 +19,8 @@ _EACH = 50
 
 def test_a_few_worlds() -> None:
     ends = [one(seed) for seed in range(SEEDS, SEEDS + 15)]
-    assert [(seed, problem) for seed, problem, _ in ends if problem] == []
-    assert any("done" in found for _, _, found in ends)
+    assert [end[:2] for end in ends if end[1]] == []
+    assert sum(end[3] for end in ends) > 10  # transfers
 
 
 @pytest.mark.slow

@@ -98,6 +98,8 @@ class WatchedImports:
 class WatchedCore(EngineCore):
     """A core that looks at what it is handed."""
 
+    counted: Callable[[], None] = lambda: None
+
     def on_committed(
         self, key: RequestKey, first: tuple[TokenOut, ...], stats: ImportStats
     ) -> None:
@@ -107,6 +109,7 @@ class WatchedCore(EngineCore):
             assert isinstance(runner, SimRunner)
             if not runner.holds(seq.table, fingerprints(seq.tokens)):
                 raise Wrong(f"{seq.task.req.request_id}: committed with KV that is not P's")
+            self.counted()
         super().on_committed(key, first, stats)
 
 
@@ -127,6 +130,7 @@ class Worker:
         self.core: EngineCore | None = None
         self.imports: WatchedImports | None = None
 
+        self.on_committed: Callable[[], None] = lambda: None
         self._orphans: dict[RequestKey, float] = {}
 
     def start(self) -> None:
@@ -148,6 +152,7 @@ class Worker:
         scheduler = Scheduler(config, self.pool)
         metrics: Any = NoMetrics()
         core = WatchedCore(settings, scheduler, self.runner, metrics)
+        core.counted = self.on_committed
         plane = KvPlane(
             LAYOUT,
             KvMemory(self.runner.kv_buffer, LAYOUT),
@@ -237,18 +242,16 @@ class Worker:
 
     def check_leases(self, ended_at: Callable[[str], float | None], awake_since: float) -> None:
         """What was set aside for a transfer doesn't outlive its request by more than a lease."""
-        if self.core is None:
+        plane = self.core.plane if self.core is not None else None
+        if plane is None:
             return
-        for key, live in self.core._live.items():
-            task = self.core.scheduler._held.tasks.get(key)
-            if task is None or not (live.granted or live.exporting):
-                continue
-            since = ended_at(task.req.request_id)
+        for held in (*plane._imports._by_key.values(), *plane._exports._open.values()):
+            since = ended_at(held.id.request)
             if since is None:
                 continue
             kept_s = self._clock.now - max(since, awake_since)
             if kept_s > _KEPT_S:
-                raise Wrong(f"{self.name}: {task.req.request_id} ended {kept_s:.0f} s ago")
+                raise Wrong(f"{self.name}: {held.id.request} ended {kept_s:.0f} s ago")
 
     def busy(self) -> str:
         """What it holds though nobody wants anything any more; empty when all came free."""

@@ -19,6 +19,7 @@ from pd_engine.kv import frames, plane, tcp
 from pd_router import link, session, workers
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
+from pd_router.routing import POLICIES, Routing
 from pd_router.session import Sessions
 from pd_router.workers import Workers, WorkersConfig
 from tests.simulation.kvnet import KvNet
@@ -139,7 +140,9 @@ class Router:
             decode_wait_s=4.0,
             worker_wait_s=5.0,
         )
-        self.sessions = Sessions(known, admission, walk)
+        mode = random.choice(("always", "always", "auto"))  # auto often has decode do it all
+        routing = Routing(policy=random.choice(POLICIES), disaggregate=mode)
+        self.sessions = Sessions(known, admission, walk, routing=routing)
 
 
 class World:
@@ -161,6 +164,7 @@ class World:
         self.paused: dict[str, float] = {}
         self.awake_since: dict[str, float] = {}
         self._dead: list[VirtualLoop] = []
+        self.committed = 0  # transfers
         self._restarts: dict[str, int] = {}
         self._errors: list[str] = []
         self._over = False
@@ -177,6 +181,7 @@ class World:
 
     def _start(self, name: str, number: int) -> Worker:
         worker = Worker(self.plan, name, number, self.clock, self.random)
+        worker.on_committed = self._count_commit
         worker.start()
         return worker
 
@@ -252,6 +257,9 @@ class World:
                     raise Wrong(f"{client.name}: {refused.failure.message}") from refused
 
         self.loop.call_later(client.ask.at_s, start)
+
+    def _count_commit(self) -> None:
+        self.committed += 1
 
     # ---- upsets --------------------------------------------------------------------------
 
@@ -373,6 +381,7 @@ class World:
         changes += [
             (core, "ThreadPoolExecutor", lambda *_, **__: SimpleNamespace(shutdown=_nothing)),
             (link, "random", self.random),
+            (session, "random", self.random),
             (plane, "os", SimpleNamespace(urandom=lambda n: self.random.randbytes(n))),
             (announce, "resolve", resolve),
             (tcp, "listen", self.kv.listen),
