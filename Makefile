@@ -91,6 +91,10 @@ bench: $(STAMP) ## run all benches, write bench/RESULTS.md (QUICK=1 only tries t
 proto: $(STAMP) ## generate the Python modules of proto/ again
 	@$(BIN)/python -m scripts.generate_proto proto
 
+.PHONY: chart
+chart: $(STAMP) ## copy the CRDs and the operator's rights into the chart again
+	@$(BIN)/python -m scripts.chart
+
 .PHONY: docs
 docs: $(STAMP) ## write the list of modules in ARCHITECTURE.md again
 	@$(BIN)/python -m scripts.module_list

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from scripts import module_list
+from scripts import chart, module_list
 from scripts.generate_proto import generate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +96,13 @@ def stale_module_list(root: Path = ROOT) -> list[str]:
     return [f"{document}: its list of modules is out of date; run: make docs"]
 
 
+def stale_chart(root: Path = ROOT) -> list[str]:
+    differing = chart.stale(root)
+    return [
+        f"{root / name}: differs from what it is made of; run: make chart" for name in differing
+    ]
+
+
 def pins(lock: str) -> dict[str, list[Version]]:
     """The versions that a lock file pins, by canonical name (several where markers differ)."""
     found: dict[str, list[Version]] = {}
@@ -166,6 +173,7 @@ def main() -> int:
         stale_proto,
         stale_lock,
         stale_module_list,
+        stale_chart,
     ]
     found = [finding for check in checks for finding in check()]
     for finding in found:
