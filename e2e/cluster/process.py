@@ -15,6 +15,8 @@ from e2e.cluster.errors import ClusterError
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 STOP_GRACE_S = 10.0
+# Those that outlive us: forgetting one would warn that it still runs, which is meant.
+_OUTLIVING: list[subprocess.Popen[bytes]] = []
 TAIL_BYTES = 4000
 
 
@@ -45,7 +47,7 @@ def start(command: Command, *, outlive: bool = False) -> subprocess.Popen[bytes]
     command.log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with command.log.open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 command.argv,
                 env=command.env,
                 stdin=subprocess.DEVNULL,
@@ -56,6 +58,9 @@ def start(command: Command, *, outlive: bool = False) -> subprocess.Popen[bytes]
             )
     except OSError as error:
         raise ClusterError(f"{command.name} can't be started: {error}") from error
+    if outlive:
+        _OUTLIVING.append(process)
+    return process
 
 
 class Child:

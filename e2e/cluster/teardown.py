@@ -55,10 +55,11 @@ def _kill_pods(layout: Layout) -> None:
 
 def _pids(layout: Layout) -> set[int]:
     found: set[int] = set()
-    for folder in node.cgroup_folders(layout):
-        for file in folder.rglob("cgroup.procs"):
+    for top in node.cgroup_folders(layout):
+        for folder, _, _ in os.walk(top):  # passes over what vanishes meanwhile
             with suppress(OSError):
-                found.update(int(line) for line in file.read_text().split())
+                procs = Path(folder, "cgroup.procs").read_text()
+                found.update(int(line) for line in procs.split())
     return {pid for pid in found if started_at(pid) is not None}
 
 
@@ -92,15 +93,10 @@ def _unmount_below(*folders: Path) -> None:
 
 
 def _remove_cgroups(layout: Layout) -> None:
-    for folder in node.cgroup_folders(layout):
-        below = sorted((f for f in folder.rglob("*") if f.is_dir()), key=_depth, reverse=True)
-        for one in (*below, folder):
+    for top in node.cgroup_folders(layout):
+        for folder, _, _ in os.walk(top, topdown=False):
             with suppress(OSError):
-                one.rmdir()
-
-
-def _depth(folder: Path) -> int:
-    return len(folder.parts)
+                os.rmdir(folder)
 
 
 def _remove_strays(layout: Layout) -> None:
