@@ -135,7 +135,7 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     slo = _slo(spec.child_or_empty("slo"))
     pools = _pools(spec, slo)
     router = _router(spec.child_or_empty("router"))
-    transport, colocate = _kv_transfer(spec.child_or_empty("kvTransfer"), pools)
+    transport, quantization, colocate = _kv_transfer(spec.child_or_empty("kvTransfer"), pools)
     rollout = _rollout(spec.child_or_empty("rollout"))
     gpus, ratio = _budget(spec, pools)
     spec.not_yet("security", "tracing")
@@ -143,6 +143,7 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     return Cluster(
         name, namespace, uid, generation, model, slo, pools, router, transport, colocate,
         rollout, gpus, ratio, upgrade, written if isinstance(written, Mapping) else {},
+        kv_quantization=quantization,
     )  # fmt: skip
 
 
@@ -285,10 +286,9 @@ def _router(node: Node) -> Router:
     return router
 
 
-def _kv_transfer(node: Node, pools: tuple[Pool, ...]) -> tuple[str, Colocate | None]:
+def _kv_transfer(node: Node, pools: tuple[Pool, ...]) -> tuple[str, str, Colocate | None]:
     transport = node.choice("transport", "auto", ("auto", "tcp", "shm", "nixl"))
-    if node.choice("quantization", "none", ("none", "int8", "int4")) != "none":
-        node.error("quantization", "other than none is not supported yet", "write none")
+    quantization = node.choice("quantization", "none", ("none", "int8", "int4"))
     place = node.child("colocate")
     colocate = None
     if place is not None:
@@ -302,7 +302,7 @@ def _kv_transfer(node: Node, pools: tuple[Pool, ...]) -> tuple[str, Colocate | N
             problem = "places prefill near decode, and a colocated pool has neither"
             node.error("colocate", problem, "leave it out")
     node.close()
-    return transport, colocate
+    return transport, quantization, colocate
 
 
 def _rollout(node: Node) -> Rollout:

@@ -263,6 +263,7 @@ class Cluster:
     ratio: Ratio | None
     upgrade: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    kv_quantization: str = "none"  # on the wire
 
     def pool(self, role: Role) -> Pool | None:
         return next((pool for pool in self.pools if pool.role is role), None)

@@ -162,6 +162,7 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         "routers": f"{control_name(cluster.name)}:{CONTROL_PORT}",
         "dtype": cluster.model.dtype,
         "kv-transport": cluster.transport,
+        "kv-quantization": cluster.kv_quantization,
         "max-model-len": cluster.model.max_model_tokens,
         "block-tokens": engine.block_tokens,
         "chunk-tokens": engine.chunk_tokens,

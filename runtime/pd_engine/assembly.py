@@ -60,6 +60,9 @@ def load(settings: Settings) -> Loaded:
         pool_memory=pool_memory if transport(settings) != "tcp" else None,
     )
     runner.warmup()
+    log.info(
+        "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s
+    )
     return Loaded(runner, shared[0] if shared else None, make_bundle(settings.model))
 
 
@@ -74,7 +77,10 @@ def transport(settings: Settings) -> str:
 def kv_settings(settings: Settings) -> KvSettings:
     """The plane's settings that a worker's flags decide."""
     return KvSettings(
-        imports=ImportLimits(lease_s=settings.kv_lease_s), transport=transport(settings)
+        imports=ImportLimits(lease_s=settings.kv_lease_s),
+        kv_rate_limit_bytes_s=settings.kv_rate_limit,
+        quantization=settings.kv_quantization,
+        transport=transport(settings),
     )
 
 

@@ -244,8 +244,10 @@ class Exports:
                 export.first_frame_at = now
         return job
 
-    def pushed(self, key: RequestKey, checksum: int, now: float) -> None:
-        """The push is out."""
+    def pushed(
+        self, key: RequestKey, checksum: int, now: float, payload_bytes: int | None = None
+    ) -> None:
+        """The push is out, with a payload of another size than the job's if it says so."""
         export = self._open[key]
         job, export.job = export.job, None
         if not isinstance(job, PushJob):
@@ -253,8 +255,9 @@ class Exports:
         r = job.range
         for layer in range(r.layer_start, r.layer_end):
             export.sent[layer] = r.block_end
-        export.kv_bytes += job.payload_bytes
-        export.digest.update(coverage_record(r, job.payload_bytes, checksum))
+        size = job.payload_bytes if payload_bytes is None else payload_bytes
+        export.kv_bytes += size
+        export.digest.update(coverage_record(r, size, checksum))
         self._renew(export, now)
 
     def sealed(self, key: RequestKey, now: float) -> list[ExportAction]:

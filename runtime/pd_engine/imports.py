@@ -22,6 +22,7 @@ from pd_engine.transfer import (
     TransferId,
     Verdict,
     coverage_record,
+    push_bytes,
 )
 from pd_engine.types import RequestKey, TokenOut
 
@@ -317,11 +318,11 @@ class Imports:
             return f"{r}: outside of {layers} layers x {len(entry.block_ids)} blocks"
         if r.block_start < entry.prefix_blocks:
             return f"{r}: within the prefix of {entry.prefix_blocks} blocks"
-        if head.payload_bytes != r.slices * self._layout.layer_bytes:
-            return (
-                f"{r}: {head.payload_bytes} bytes announced, "
-                f"{r.slices * self._layout.layer_bytes} fit"
-            )
+        fit = push_bytes(self._layout, r, head.quantization)
+        if fit is None:
+            return f"{r}: quantization {head.quantization!r} isn't known here"
+        if head.payload_bytes != fit:
+            return f"{r}: {head.payload_bytes} bytes announced, {fit} fit"
         bits = _layer_bits(r)
         if any(entry.have[b - entry.prefix_blocks] & bits for b in _blocks(r)):
             return f"{r}: sent twice"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 ROLES = ("prefill", "decode", "both")
 TRANSPORTS = ("auto", "tcp", "shm")
+QUANTIZATIONS = ("none", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -39,6 +40,8 @@ class Settings:
     threads: int
     kv_lease_s: float
     kv_transport: str = "auto"
+    kv_quantization: str = "none"
+    kv_rate_limit: float = 0.0
 
     @property
     def imports(self) -> bool:
@@ -136,6 +139,18 @@ def parse(argv: Sequence[str]) -> Settings:
         choices=TRANSPORTS,
         default="auto",
         help="auto: shared memory where all workers are on this machine, else tcp",
+    )
+    p.add_argument(
+        "--kv-quantization",
+        choices=QUANTIZATIONS,
+        default="none",
+        help="of KV that goes over a network; shared memory carries it as it is",
+    )
+    p.add_argument(
+        "--kv-rate-limit",
+        type=float,
+        default=0.0,
+        help="bytes a second that all KV sent from here may take (0: as fast as it goes)",
     )
     p.add_argument("--kv-lease-s", type=_seconds, default=30.0)
     return Settings(**vars(p.parse_args(argv)))

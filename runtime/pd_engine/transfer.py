@@ -13,9 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from pd_core.estimate import KEY_GROUP_TOKENS, SCALE_BYTES
+from pd_core.kv import KvLayout
 from pd_engine.types import TokenOut
 
 KIB = 1024
+QUANTIZATIONS = ("int8", "int4")
 
 _RECORD = struct.Struct(">IIIIQQ")
 
@@ -71,6 +74,7 @@ class PushHead:
     payload_bytes: int
     checksum: int
     source_blocks: tuple[int, ...] = ()
+    quantization: str = ""  # of the payload: "" (none), int8, int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,26 @@ class Digest(Protocol):
 
 
 DigestFactory = Callable[[], Digest]
+
+
+def push_bytes(layout: KvLayout, pushed: KvRange, quantization: str) -> int | None:
+    """The payload of a push of that range; None: there is no such quantization."""
+    if not quantization:
+        return pushed.slices * layout.layer_bytes
+    if quantization not in QUANTIZATIONS or layout.head_dim % 2:
+        return None
+    return quantized_bytes(layout, quantization, pushed.layer_count, pushed.block_count)
+
+
+def quantized_bytes(layout: KvLayout, quantization: str, layers: int, blocks: int) -> int:
+    """So many layers of so many blocks in int8 or int4, scales included (see kv.codec)."""
+    tokens = blocks * layout.block_tokens
+    vectors = layers * tokens * layout.kv_heads
+    if quantization == "int8":
+        return 2 * vectors * (layout.head_dim + SCALE_BYTES)
+    values = vectors * (layout.head_dim // 2 + SCALE_BYTES)
+    groups = layers * -(-tokens // KEY_GROUP_TOKENS) * layout.kv_heads
+    return values + vectors * layout.head_dim // 2 + groups * layout.head_dim * SCALE_BYTES
 
 
 def coverage_record(pushed: KvRange, payload_bytes: int, checksum: int) -> bytes:

@@ -114,6 +114,7 @@ def test_engine_flags() -> None:
         "routers": "chat-control:7000",
         "dtype": "float32",
         "kv-transport": "auto",
+        "kv-quantization": "none",
         "max-model-len": "4096",
         "block-tokens": "16",
         "chunk-tokens": "0",

@@ -138,6 +138,8 @@ class Pipe:
                 first = 0 if random.random() < 0.3 else max(0, payload_at - 12)
                 altered[random.randrange(first, payload_at)] ^= 1 << random.randrange(8)
                 self._deliver(bytes(altered))
+            case "forge" if isinstance(head, SealHead):
+                self._deliver(whole[: frames.PREFIX_BYTES] + forged(head)[frames.PREFIX_BYTES :])
             case "drop":
                 pass
             case "repeat":
@@ -186,7 +188,7 @@ class Pipe:
 
 FAULTS = (
     "cut", "cut", "cut", "stall", "halt", "flip", "flip", "garble", "garble", "drop", "repeat",
-    "swap", "astray", "relabel", "move",
+    "swap", "astray", "forge", "relabel", "move",
 )  # fmt: skip
 
 
@@ -196,6 +198,12 @@ def relabelled(head: PushHead | SealHead) -> bytes:
     if isinstance(head, PushHead):
         return frames.encode_push(replace(head, id=id))
     return frames.encode_seal(replace(head, id=id))
+
+
+def forged(head: SealHead) -> bytes:
+    """With another token 0, as flipped bits could make it."""
+    first = tuple(replace(out, token=out.token ^ 1) for out in head.first)
+    return frames.encode_seal(replace(head, first=first))
 
 
 def moved(head: PushHead, random: Random) -> bytes:

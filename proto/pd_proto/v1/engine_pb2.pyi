@@ -542,7 +542,7 @@ class KvRefusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., kind: _Optional[str] = ...) -> None: ...
 
 class KvPush(_message.Message):
-    __slots__ = ("grant", "id", "layer_start", "layer_count", "block_start", "block_count", "payload_bytes", "checksum", "source_blocks")
+    __slots__ = ("grant", "id", "layer_start", "layer_count", "block_start", "block_count", "payload_bytes", "checksum", "quantization", "source_blocks")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
@@ -551,6 +551,7 @@ class KvPush(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     grant: bytes
     id: TransferId
@@ -560,8 +561,9 @@ class KvPush(_message.Message):
     block_count: int
     payload_bytes: int
     checksum: int
+    quantization: str
     source_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, grant: _Optional[bytes] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., source_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, grant: _Optional[bytes] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., layer_start: _Optional[int] = ..., layer_count: _Optional[int] = ..., block_start: _Optional[int] = ..., block_count: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., quantization: _Optional[str] = ..., source_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvSeal(_message.Message):
     __slots__ = ("grant", "id", "token_count", "payload_bytes", "coverage", "first", "cached_tokens")

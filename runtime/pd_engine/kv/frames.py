@@ -123,6 +123,7 @@ def encode_push(head: PushHead, source_blocks: tuple[int, ...] = ()) -> bytes:
         payload_bytes=head.payload_bytes,
         checksum=head.checksum,
         source_blocks=source_blocks or head.source_blocks,
+        quantization=head.quantization,
     )
     return _framed(pb.KvFrame(push=push).SerializeToString())
 
@@ -183,6 +184,7 @@ def _push(m: pb.KvPush) -> PushHead:
         payload_bytes=m.payload_bytes,
         checksum=m.checksum,
         source_blocks=tuple(m.source_blocks),
+        quantization=m.quantization,
     )
 
 

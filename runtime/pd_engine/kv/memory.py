@@ -22,7 +22,7 @@ class KvMemory:
                 f"a KV pool of {view.nbytes} bytes isn't whole blocks of {layout.block_bytes}"
             )
         self.layout = layout
-        self._view = view
+        self.view = view
 
     def slices(
         self, block_ids: Sequence[int], layer_start: int, layer_count: int
@@ -42,4 +42,4 @@ class KvMemory:
                 spans[-1] = (spans[-1][0], start + size)
             else:
                 spans.append((start, start + size))
-        return [self._view[start:end] for start, end in spans]
+        return [self.view[start:end] for start, end in spans]

@@ -77,6 +77,7 @@ class KvSettings:
     channels: ChannelSettings = field(default_factory=ChannelSettings)
     kv_rate_limit_bytes_s: float = 0.0  # of all exports together; 0: as fast as it goes
     tick_s: float = 0.25  # how often leases and deadlines are looked at
+    quantization: str = "none"  # of what goes by tcp: none, int8, int4
     transport: str = "tcp"  # or another by name, or auto: the best that both ends can do
 
 
@@ -125,6 +126,7 @@ class KvPlane:
             self._apply_exports,
             clock,
             settings.kv_rate_limit_bytes_s,
+            "" if settings.quantization == "none" else settings.quantization,
         )
         self._ticker: asyncio.Task[None] | None = None
 

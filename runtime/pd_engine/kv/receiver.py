@@ -16,6 +16,7 @@ from typing import Any
 from pd_core.failures import Failure, FailureKind
 from pd_engine.imports import Accept, ImportAction, Imports, Reject
 from pd_engine.kv import frames, tcp
+from pd_engine.kv.codec import Codec, Part
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.transport import Taker, Transport
 from pd_engine.transfer import AbortHead, PushHead, SealHead, Verdict
@@ -64,11 +65,18 @@ class KvReceiver:
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._codec: Codec | None = None
         self._socks: list[socket.socket] = []
 
     @property
     def connection_count(self) -> int:
         return len(self._connections)
+
+    def codec(self) -> Codec:
+        """Made when the first quantized frame comes."""
+        if self._codec is None:
+            self._codec = Codec(self.memory)
+        return self._codec
 
     async def start(self, host: str, port: int) -> str:
         """Returns the bound address (of tcp, which is always there: it also says no)."""
@@ -250,15 +258,27 @@ class _Connection:
         checksum = None
         assert self._taker is not None
         try:
-            slices = receiver.memory.slices(
-                accept.block_ids, accept.layer_start, accept.layer_count
-            )
-            checksum = await self._taker.take(
-                self._sock, head, slices, self._scratch, self._progressed
-            )
+            if head.quantization:
+                checksum = await self._quantized(self._taker, head, accept)
+            else:
+                slices = receiver.memory.slices(
+                    accept.block_ids, accept.layer_start, accept.layer_count
+                )
+                checksum = await self._taker.take(
+                    self._sock, head, slices, self._scratch, self._progressed
+                )
         finally:
             now = receiver.clock()
             receiver.apply(receiver.imports.push_end(self.number, checksum, now))
+
+    async def _quantized(self, taker: Taker, head: PushHead, accept: Accept) -> int:
+        """Into memory of its own first: only what is intact becomes KV."""
+        payload = memoryview(bytearray(head.payload_bytes))
+        checksum = await taker.take(self._sock, head, [payload], self._scratch, self._progressed)
+        if checksum == head.checksum:
+            part = Part(accept.block_ids, accept.layer_start, accept.layer_count)
+            self._receiver.codec().decode(payload, part, head.quantization)
+        return checksum
 
     def _progressed(self) -> None:
         self.active_at = self._receiver.clock()

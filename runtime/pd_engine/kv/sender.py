@@ -9,6 +9,7 @@ from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.exports import ExportAction, Exports, PushJob, SealJob, StopJob, Target
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.channels import Channel, Channels
+from pd_engine.kv.codec import Codec, Part
 from pd_engine.kv.memory import KvMemory
 from pd_engine.transfer import AbortHead, PushHead, TransferId, Verdict
 from pd_engine.types import RequestKey
@@ -49,15 +50,26 @@ class KvSender:
         apply: Callable[[Sequence[ExportAction]], None],
         clock: Callable[[], float],
         bytes_s: float,
+        quantization: str = "",
     ) -> None:
+        """`quantization` of what goes over a network; in memory it would gain nothing."""
         self.exports = exports
         self.memory = memory
         self.channels = channels
         self.apply = apply
         self.clock = clock
         self.pacer = Pacer(bytes_s, clock)
+        self.quantization = quantization
+        self._codec = Codec(memory) if quantization else None
         self._carriers: dict[RequestKey, _Carrier] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def encode(self, job: PushJob, quantization: str) -> bytes | None:
+        """A push's payload in fewer bits; None where that isn't possible."""
+        if self._codec is None:
+            return None
+        r = job.range
+        return self._codec.encode(Part(job.block_ids, r.layer_start, r.layer_count), quantization)
 
     def engage(self, key: RequestKey, id: TransferId, target: Target) -> None:
         carrier = _Carrier(self, key, id, target)
@@ -172,22 +184,35 @@ class _Carrier:
                 case None:
                     await self.awake.wait()
                 case PushJob() as job:
-                    checksum = await self._push(channel, job)
-                    sender.exports.pushed(key, checksum, sender.clock())
-                    await sender.pacer.passed(job.payload_bytes)
+                    head = await self._push(channel, job)
+                    size = head.payload_bytes
+                    sender.exports.pushed(key, head.checksum, sender.clock(), size)
+                    await sender.pacer.passed(size)
                 case SealJob() as job:
                     await channel.send(frames.encode_seal(job.head))
                     sender.apply(sender.exports.sealed(key, sender.clock()))
                 case StopJob():
                     return
 
-    async def _push(self, channel: Channel, job: PushJob) -> int:
+    async def _push(self, channel: Channel, job: PushJob) -> PushHead:
         r = job.range
-        slices = self._sender.memory.slices(job.block_ids, r.layer_start, r.layer_count)
-        checksum = tcp.checksum(slices)
-        head = PushHead(self._target.grant, self._id, r, job.payload_bytes, checksum)
+        quantization = self._sender.quantization if channel.transport.name == "tcp" else ""
+        payload = self._sender.encode(job, quantization) if quantization else None
+        if payload is None:
+            quantization = ""
+            slices = self._sender.memory.slices(job.block_ids, r.layer_start, r.layer_count)
+        else:
+            slices = [memoryview(payload)]
+        head = PushHead(
+            self._target.grant,
+            self._id,
+            r,
+            sum(len(piece) for piece in slices),
+            tcp.checksum(slices),
+            quantization=quantization,
+        )
         await channel.push(head, job.block_ids, slices)
-        return checksum
+        return head
 
     async def _part(self, abort: str) -> None:
         """The blocks are free already; all this waits for is the peer."""

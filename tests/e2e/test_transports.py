@@ -1,0 +1,46 @@
+"""A cluster of real processes by each transport that one machine has: the same right answer,
+the metrics say by which way the KV went, and a worker that is killed leaves nothing."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster, serving, spec
+from tests.e2e.asking import body, expected, text, text_of
+from tests.reference import Reference
+
+
+def sent_by(cluster: Cluster) -> set[str]:
+    """Transports by which the decode worker has taken KV."""
+    samples = cluster.metrics(cluster.pod("decode"))["pdcluster_engine_kv_bytes_total"]
+    return {dict(labels)["transport"] for labels, size in samples.items() if size}
+
+
+@pytest.mark.parametrize(
+    ("asked", "taken"), [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp")], ids=str
+)
+def test_the_answer_is_right_by_each(
+    model: Path, reference: Reference, tmp_path: Path, asked: str, taken: str
+) -> None:
+    document = spec(model)
+    document["spec"]["kvTransfer"] = {"transport": asked}
+    files = set(os.listdir("/dev/shm"))
+    with serving(document, tmp_path) as cluster:
+        for number in range(2):
+            question = body(text_of(100 + number, number), 12)
+            assert text(cluster, question) == expected(reference, question)
+        assert sent_by(cluster) == {taken}
+        pod = cluster.pod("prefill")
+        cluster.kill(pod.pid, signal.SIGKILL)
+        cluster.until(
+            lambda: cluster.pod("prefill").ready and cluster.pod("prefill").pid != pod.pid,
+            "the prefill worker's return",
+        )
+        question = body(text_of(90, 7), 12)
+        assert text(cluster, question) == expected(reference, question)
+        decode = cluster.pod("decode")
+        maps = Path(f"/proc/{decode.pid}/maps").read_text()
+        assert maps.count("memfd:pdcluster-kv") <= 2  # its own pool, and the new sender's
+    assert set(os.listdir("/dev/shm")) <= files
