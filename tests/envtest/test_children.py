@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from e2e.cluster.api import Api, ApiError, Manifest
+from pd_core.sketch import WindowSketch
 from pd_operator import api as pdcluster
-from pd_operator import desired, pins, rollout
+from pd_operator import desired, pins, rollout, status
 from pd_operator.api import Cluster, Role
 from pd_operator.desired import Desired
+from pd_operator.measured import Samples
 from pd_operator.observed import observe
 from pd_operator.podparts import Peer, Settings
 from pd_operator.rollout import Apply, Delete
-from tests.pd_operator.objects import document
+from tests.pd_operator.objects import document, running
 
 pytestmark = pytest.mark.usefixtures("crds")
 
@@ -191,6 +193,30 @@ def test_two_of_them_and_two_namespaces_dont_meet(api: Api, namespace: str) -> N
         api.apply(each, namespace, manager="pdcluster-operator")
     for wanted in (one, other):
         assert rollout.plan(wanted, observe(seen(api, wanted))).operations == ()
+
+
+@pytest.mark.parametrize("name", ["plain", "colocated", "devices"])
+def test_a_status_comes_back_as_it_was_written(api: Api, namespace: str, name: str) -> None:
+    """Or it would be written again and again."""
+    cluster, wanted = made(api, namespace, CLUSTERS[name])
+    sketch = WindowSketch()
+    sketch.add(0.123, 0.0)
+    samples = Samples(ttft=sketch.counts(0.0), tpot=sketch.counts(0.0))
+    objects = observe(running(wanted))
+    plan = rollout.plan(wanted, objects)
+    now = "2026-01-01T00:00:00Z"
+    written = status.status_of(cluster, wanted, objects, plan, samples, {}, now)
+    written["decode"] = written.get("decode", {}) | {
+        "decision": {"replicas": 2, "reason": "Burst", "message": "m", "time": now}
+    }
+    body = {
+        "apiVersion": pdcluster.API_VERSION,
+        "kind": "PDCluster",
+        "metadata": {"name": cluster.name},
+        "status": written,
+    }
+    got = api.apply(body, namespace, manager="pdcluster-operator-status", sub="status")
+    assert got["status"] == written
 
 
 def test_a_newer_operator_wants_what_is_there(api: Api, namespace: str) -> None:

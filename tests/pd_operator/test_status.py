@@ -102,11 +102,110 @@ def test_intended_zero_is_ready() -> None:
     assert condition(made, "Available")[:2] == ("False", "NoWorkers")
 
 
+def test_a_colocated_pool_stands_in_both_columns() -> None:
+    of = cluster(
+        **{
+            "spec.prefill": ...,
+            "spec.decode": ...,
+            "spec.colocated": {"replicas": 2},
+            "spec.slo.tpot": {"target": "50ms"},
+        }
+    )
+    samples = Samples(ttft=at(123.4), tpot=at(8.5))
+    made = status_of(of, running(rendered(of)), samples=samples)
+    assert made["summary"] == {"prefill": "2/2", "decode": "2/2"}
+    assert made["colocated"]["observed"] == "TTFT 120ms, TPOT 8.4ms"
+    assert condition(made, "ColocatedReady")[:2] == ("True", "AllReady")
+
+
+def test_each_pool_shows_what_it_answers_for() -> None:
+    samples = Samples(ttft=at(123.4))
+    made = status_of(cluster(), running(rendered(cluster())), samples=samples)
+    assert made["prefill"]["observed"] == "120ms"
+    assert "observed" not in made["decode"]  # no data is no number
+
+
+def test_what_only_moves_a_number_can_wait() -> None:
+    of = cluster(**{"spec.slo.ttft": {"target": "1s"}})
+    objects = running(rendered(of))
+    first = status_of(of, objects, samples=Samples(ttft=at(100)))
+    second = status_of(of, objects, samples=Samples(ttft=at(2000)), previous=first, now=LATER)
+    assert first != second
+    assert status.only_numbers_differ(first, second)
+    third = status_of(of, without(objects, "decode"), previous=second, now=LATER)
+    assert not status.only_numbers_differ(second, third)
+
+
+def test_pools_on_their_way_out_are_progress() -> None:
+    together = cluster(**{"spec.prefill": ..., "spec.decode": ..., "spec.colocated": {}})
+    made = status_of(together, running(rendered(cluster())))
+    assert condition(made, "Progressing") == (
+        "True",
+        "RollingOut",
+        "decode and prefill on the way out",
+    )
+    assert condition(made, "Ready")[0] == "False"
+
+
+def test_a_rollout_that_is_blocked_says_so() -> None:
+    gpu = {"resource": "nvidia.com/gpu"}
+    fields: dict[str, Any] = {
+        "spec.budget.gpus": 2,
+        "spec.prefill": {"accelerator": gpu},
+        "spec.decode": {"accelerator": gpu},
+    }
+    changed = {**fields, "spec.model.dtype": "float32"}
+    made = status_of(cluster(**changed), running(rendered(cluster(**fields))))
+    assert condition(made, "Progressing")[:2] == ("False", "RolloutBlocked")
+    assert condition(made, "Available")[0] == "True"
+
+
+def test_an_evicted_router_that_has_been_replaced_is_no_problem() -> None:
+    objects = running(rendered(cluster()))
+    [router] = [
+        one
+        for one in objects
+        if one["kind"] == "Pod" and one["metadata"]["labels"]["pdcluster.dev/role"] == "router"
+    ]
+    evicted = {
+        **router,
+        "metadata": {**router["metadata"], "name": "chat-router-evicted"},
+        "status": {"phase": "Failed", "reason": "Evicted"},
+    }
+    made = status_of(cluster(), [*objects, evicted])
+    assert made["router"] == {"desired": 1, "ready": 1}
+    assert condition(made, "Ready")[0] == "True"
+
+
+def test_messages_are_bounded() -> None:
+    wanted = rendered(cluster())
+    objects = without(running(wanted), "decode")
+    endless = {"reason": "ImagePullBackOff", "message": "x" * 5000}
+    objects.append(pod(pool_set(wanted, Role.DECODE), 0, ready=False, waiting=endless))
+    made = status_of(cluster(), objects)
+    assert max(len(one["message"]) for one in made["conditions"]) == status.MAX_MESSAGE
+
+
 TROUBLES: dict[str, tuple[dict[str, Any], str, str]] = {
     "image": (
         {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}},
         "ImagePullBackOff",
         "image engine:1: not found",
+    ),
+    "image, as kubelet says it while it waits": (
+        {
+            "waiting": {
+                "reason": "ImagePullBackOff",
+                "message": 'Back-off pulling image "engine:1": ErrImagePull: not found',
+            }
+        },
+        "ImagePullBackOff",
+        "image engine:1: not found",
+    ),
+    "image, without a word from the registry": (
+        {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "a"'}},
+        "ImagePullBackOff",
+        "image engine:1: can't be pulled",
     ),
     "crash": (
         {
