@@ -48,7 +48,12 @@ class Site:
 
     def helm(self, *arguments: str) -> str:
         done = subprocess.run(
-            [str(build.built("helm")), "--kubeconfig", str(self.kube.kubeconfig), *arguments],
+            [
+                str(build.built("helm") / "helm"),
+                "--kubeconfig",
+                str(self.kube.kubeconfig),
+                *arguments,
+            ],
             capture_output=True,
             text=True,
             timeout=HELM_DEADLINE_S,

@@ -70,7 +70,16 @@ def build(image: Image) -> None:
     """Builds it on our base."""
     started = time.monotonic()
     base = _base()
-    arguments = ["bud", "--layers", "--pull-never", "--network", "host", "--isolation", "chroot"]
+    arguments = [
+        "bud",
+        "--layers",
+        "--force-rm",
+        "--pull-never",
+        "--network",
+        "host",
+        "--isolation",
+        "chroot",
+    ]
     arguments += ["--build-arg", f"BASE={base}", *_pip_settings()]
     if image.target:
         arguments += ["--target", image.target]
@@ -118,7 +127,10 @@ def _folder() -> Path:
 def _alone() -> Iterator[None]:
     with (_folder() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            _buildah_run("rm", "--all")  # what a build that failed left, and has mounted
 
 
 # ---- the base -----------------------------------------------------------------------

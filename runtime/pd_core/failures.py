@@ -73,6 +73,7 @@ class Failure:
 
     kind: FailureKind
     message: str
+    retry_after_s: int | None = None  # None: what the kind says
 
     @property
     def traits(self) -> FailureTraits:
@@ -90,6 +91,6 @@ class Failure:
 class RequestFailure(Exception):
     """Carries a Failure up to whoever answers the request."""
 
-    def __init__(self, kind: FailureKind, message: str) -> None:
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: int | None = None) -> None:
         super().__init__(f"{kind}: {message}")
-        self.failure = Failure(kind, message)
+        self.failure = Failure(kind, message, retry_after_s)

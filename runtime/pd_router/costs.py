@@ -24,6 +24,8 @@ _FULL_STEP = 2.0
 """A step with the KV pool full takes about so many times as long as one with it empty."""
 _FULL_WAIT_S = 2.0
 """For each request that waits for KV room: somebody has to end first."""
+FOLLOWERS = 2.0
+"""As many wait behind a prompt on a worker that is never idle."""
 _HANDOVER_S = 0.005
 """Grant, seal and commit, whatever the size."""
 _CHUNK_TOKENS = 512
@@ -84,6 +86,12 @@ class Costs:
         waiting = worker.pending_tokens + (self._routers - 1.0) * max(worker.tokens_since, 0)
         compute = self._need.tokens - cached_tokens
         return Prefill(worker, compute, waiting / speed, compute / speed)
+
+    def delay(self, prefill: Prefill) -> float:
+        """What this prompt takes from those who will come after it: the busier the worker,
+        the more of them wait for every token that is computed."""
+        share = prefill.queue_s / max(prefill.ready_s, 1e-9)
+        return FOLLOWERS * share * prefill.compute_s
 
     def exposed(self, decode: WorkerView, prefill: Prefill, cached_at_decode: int) -> float:
         """What the hand-over adds after the prompt is computed."""

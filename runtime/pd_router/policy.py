@@ -256,8 +256,9 @@ class _Choice:
             drawn = affinity.two_of(partners, self._chance.lot)
             holder = max(partners, key=self._cached_at)
             return drawn if holder in drawn or not self._cached_at(holder) else [*drawn, holder]
-        ready = {w.id: round(self._prefill(w).ready_s, 4) for w in partners}
-        return sorted(partners, key=lambda w: (ready[w.id], w.ordinal))[:_SHORTLIST]
+        found = {w.id: self._prefill(w) for w in partners}
+        costs = {at: round(p.ready_s + self._costs.delay(p), 4) for at, p in found.items()}
+        return sorted(partners, key=lambda w: (costs[w.id], w.ordinal))[:_SHORTLIST]
 
     def _prefill_by_name(self, partners: Sequence[WorkerView]) -> WorkerView:
         policy, ordered = self._routing.policy, sorted(partners, key=lambda w: w.ordinal)
@@ -285,7 +286,8 @@ class _Choice:
     def _remote(self, decode: WorkerView, worker: WorkerView) -> _Option:
         prefill = self._prefill(worker)
         ttft_s = prefill.ready_s + self._costs.exposed(decode, prefill, self._cached_at(decode))
-        return _Option(decode, prefill, False, ttft_s, ttft_s + self._decode_cost(decode))
+        total_s = ttft_s + self._costs.delay(prefill) + self._decode_cost(decode)
+        return _Option(decode, prefill, False, ttft_s, total_s)
 
     def _local(self, decode: WorkerView) -> _Option:
         prefill = self._prefill(decode)

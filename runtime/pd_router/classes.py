@@ -1,0 +1,117 @@
+"""What admission promises to whom: SLA classes and rate limits, read from one document. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CLASSES = 32
+_BURST_S = 60.0
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
+
+class BadAdmission(ValueError):
+    """The document isn't one of admission; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlaClass:
+    """A larger priority goes first; `share` of the work is the class's even when others
+    with a larger priority would take it all. Goals in seconds; None: no promise, and no
+    early refusal."""
+
+    name: str = "default"
+    priority: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """A tenant's, over all routers. None: no limit. A burst is what may come at once: so
+    many seconds' worth."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None  # prompt and asked-for output
+    burst_s: float = _BURST_S
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """All of it. The first class is for those who name none."""
+
+    classes: tuple[SlaClass, ...] = (SlaClass(),)
+    limit: RateLimit = RateLimit()
+
+    def named(self, name: str | None) -> SlaClass | None:
+        if name is None:
+            return self.classes[0]
+        return next((one for one in self.classes if one.name == name), None)
+
+    @property
+    def tightest_ttft_s(self) -> float | None:
+        return min((c.ttft_s for c in self.classes if c.ttft_s is not None), default=None)
+
+
+def read(document: Mapping[str, Any]) -> Promises:
+    """From JSON: {"classes": [{"name", "priority", "ttft", "tpot", "share"}],
+    "limits": {"requestsPerMinute", "tokensPerMinute", "burstSeconds"}}; goals in seconds."""
+    _only(document, {"classes", "limits"}, "admission")
+    classes = tuple(_class(one, f"classes[{i}]") for i, one in enumerate(_list(document)))
+    names = [one.name for one in classes]
+    if len(set(names)) < len(names):
+        raise BadAdmission("classes: two have the same name")
+    if sum(one.share for one in classes) > 1.0 + 1e-9:
+        raise BadAdmission("classes: their shares are more than 1 together")
+    limits = document.get("limits", {})
+    _only(limits, {"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, "limits")
+    return Promises(
+        classes or (SlaClass(),),
+        RateLimit(
+            _number(limits, "requestsPerMinute", "limits"),
+            _number(limits, "tokensPerMinute", "limits"),
+            _number(limits, "burstSeconds", "limits") or _BURST_S,
+        ),
+    )
+
+
+def _list(document: Mapping[str, Any]) -> list[Any]:
+    found = document.get("classes", [])
+    if not isinstance(found, list) or len(found) > MAX_CLASSES:
+        raise BadAdmission(f"classes: a list of at most {MAX_CLASSES}")
+    return found
+
+
+def _class(document: Any, where: str) -> SlaClass:
+    _only(document, {"name", "priority", "ttft", "tpot", "share"}, where)
+    name, priority = document.get("name"), document.get("priority", 0)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadAdmission(f"{where}.name: lower-case letters, digits and dashes")
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 1000:
+        raise BadAdmission(f"{where}.priority: a whole number from -1000 to 1000")
+    share = document.get("share", 0.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise BadAdmission(f"{where}.share: a number from 0 to 1")
+    ttft_s, tpot_s = (_number(document, key, where) for key in ("ttft", "tpot"))
+    return SlaClass(name, priority, ttft_s, tpot_s, float(share))
+
+
+def _number(document: Mapping[str, Any], key: str, where: str) -> float | None:
+    value = document.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+        raise BadAdmission(f"{where}.{key}: a number above 0")
+    return float(value)
+
+
+def _only(document: Any, known: set[str], where: str) -> None:
+    if not isinstance(document, Mapping):
+        raise BadAdmission(f"{where}: an object")
+    unknown = sorted(set(document) - known)
+    if unknown:
+        raise BadAdmission(f"{where}: unknown field {unknown[0]!r}")
+
+
+NO_PROMISES = Promises()

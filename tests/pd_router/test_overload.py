@@ -1,0 +1,161 @@
+"""Covers pd_router.admission's classes against a queue of workers in simulated time: twice
+the capacity for ten minutes, a class that must not starve, displacement, early refusal."""
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+import pytest
+
+from pd_core.failures import Failure
+from pd_router.admission import Admission, AdmissionConfig, Outlook, Ticket, Verdict
+from pd_router.classes import Promises, SlaClass
+
+HIGH = SlaClass("high", priority=10, ttft_s=1.0, share=0.4)
+LOW = SlaClass("low", priority=0, ttft_s=4.0, share=0.2)
+BATCH = SlaClass("batch", priority=-10, share=0.1)
+TOKENS_PER_S = 10_000.0
+WORK = 500.0  # 20 requests a second are the capacity
+TICK_S = 0.01
+
+
+class Site:
+    """One queue that computes prompts in order, behind an admission."""
+
+    def __init__(self, promises: Promises) -> None:
+        self.admission = Admission(AdmissionConfig(max_queued=1000, promises=promises))
+        self.now = 0.0
+        self.tickets: dict[str, tuple[Ticket, float]] = {}
+        self.sent: deque[str] = deque()
+        self.left = 0.0
+        self.offered: dict[str, int] = defaultdict(int)
+        self.good: dict[str, int] = defaultdict(int)
+        self.served: dict[str, int] = defaultdict(int)
+        self.refused: dict[str, int] = defaultdict(int)
+
+    def outlook(self) -> Outlook:
+        return Outlook((self.left + WORK * max(len(self.sent) - 1, 0)) / TOKENS_PER_S, TOKENS_PER_S)
+
+    def arrive(self, sla: SlaClass, number: int) -> None:
+        ticket = Ticket(f"{sla.name}-{number}", sla, f"t{number % 3}", WORK)
+        self.offered[sla.name] += 1
+        verdict = self.admission.offer(
+            ticket.key, ticket=ticket, outlook=self.outlook(), now=self.now
+        )
+        if isinstance(verdict, Failure):
+            assert verdict.retry_after_s is not None
+            self.refused[sla.name] += 1
+            return
+        self.tickets[ticket.key] = (ticket, self.now)
+        if verdict is Verdict.ADMITTED:
+            self._send(ticket.key)
+        self._drop(self.admission.displaced())
+
+    def tick(self) -> None:
+        self.now += TICK_S
+        self.left -= TOKENS_PER_S * TICK_S
+        while self.sent and self.left <= 0:
+            self._serve(self.sent.popleft())
+            self.left += WORK if self.sent else 0.0
+        self.left = max(self.left, 0.0)
+        while got := self.admission.admit(self.outlook, self.now, at_most=1):
+            self._send(got[0])
+        if round(self.now / TICK_S) % 10 == 0:
+            self._give_up()
+
+    def _send(self, key: str) -> None:
+        if not self.sent:
+            self.left = WORK
+        self.sent.append(key)
+
+    def _serve(self, key: str) -> None:
+        ticket, arrived = self.tickets.pop(key)
+        self.admission.release(key)
+        self.served[ticket.sla.name] += 1
+        if self.now - arrived <= (ticket.sla.ttft_s or 60.0):
+            self.good[ticket.sla.name] += 1
+
+    def _give_up(self) -> None:
+        waiting = [k for k in self.tickets if k not in self.sent]
+        patience = self.admission.patience_s
+        late = [
+            k for k in waiting if self.now - self.tickets[k][1] > patience(self.tickets[k][0].sla)
+        ]
+        for key in late:
+            self.admission.release(key)
+        self._drop(late)
+
+    def _drop(self, keys: list[str]) -> None:
+        for key in keys:
+            ticket, _ = self.tickets.pop(key)
+            self.refused[ticket.sla.name] += 1
+
+
+def run(seconds: float, rates: Mapping[SlaClass, float], promises: Promises) -> Site:
+    """So many seconds with these requests a second of each class."""
+    site = Site(promises)
+    due = dict.fromkeys(rates, 0.0)
+    count = 0
+    while site.now < seconds:
+        for sla, rate in rates.items():
+            due[sla] += rate * TICK_S
+            while due[sla] >= 1:
+                due[sla] -= 1
+                count += 1
+                site.arrive(sla, count)
+        site.tick()
+    return site
+
+
+PROMISES = Promises((LOW, HIGH, BATCH))
+
+
+@pytest.mark.slow
+def test_twice_the_capacity_for_ten_minutes() -> None:
+    once = run(600, {HIGH: 5, LOW: 10, BATCH: 5}, PROMISES)
+    twice = run(600, {HIGH: 10, LOW: 20, BATCH: 10}, PROMISES)
+    assert sum(twice.good.values()) >= 0.9 * sum(once.good.values())
+    assert twice.good["high"] >= 0.99 * twice.offered["high"]
+    total = sum(twice.served.values())
+    for sla in (LOW, BATCH):
+        assert twice.served[sla.name] >= 0.9 * sla.share * total, (sla.name, twice.served)
+    # What was let in was served in time: the rest heard at once or after their patience.
+    assert twice.good["low"] >= 0.9 * twice.served["low"]
+    assert twice.refused["low"] > 0
+
+
+def test_a_class_above_its_share_leaves_the_others_theirs() -> None:
+    site = run(120, {HIGH: 60, LOW: 20, BATCH: 20}, PROMISES)
+    total = sum(site.served.values())
+    assert total >= 0.95 * 120 * TOKENS_PER_S / WORK
+    assert site.served["low"] >= 0.9 * LOW.share * total
+    assert site.served["batch"] >= 0.9 * BATCH.share * total
+
+
+def test_nothing_is_refused_below_capacity() -> None:
+    site = run(60, {HIGH: 5, LOW: 5, BATCH: 5}, PROMISES)
+    assert not site.refused
+
+
+def test_a_hopeless_goal_is_told_at_once_with_a_time() -> None:
+    admission = Admission(AdmissionConfig(promises=Promises((HIGH, BATCH))))
+    busy = Outlook(soonest_s=7.2, tokens_per_s=1000)
+    refusal = admission.offer("a", ticket=Ticket("a", HIGH, work=10), outlook=busy)
+    assert isinstance(refusal, Failure)
+    assert refusal.retry_after_s == 7
+    assert "promises 1 s" in refusal.message
+    waits = admission.offer("b", ticket=Ticket("b", BATCH, work=10), outlook=busy)
+    assert waits is Verdict.QUEUED, "no goal, no early refusal"
+
+
+def test_a_full_queue_makes_room_for_what_matters_more() -> None:
+    admission = Admission(
+        AdmissionConfig(max_running=1, max_queued=2, promises=Promises((BATCH, HIGH)))
+    )
+    for key in ("runs", "b1", "b2"):
+        admission.offer(key, ticket=Ticket(key, BATCH))
+    assert isinstance(admission.offer("b3", ticket=Ticket("b3", BATCH)), Failure)
+    assert admission.offer("h", ticket=Ticket("h", HIGH)) is Verdict.QUEUED
+    assert admission.displaced() == ["b2"]
+    assert admission.displaced() == []
+    assert admission.release("runs") == []
+    assert admission.admit() == ["h"]
