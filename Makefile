@@ -5,9 +5,11 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
+COMPILED := $(wildcard runtime/pd_engine/attention/csrc/*) runtime/pd_engine/attention/build.py
 LOCKS := requirements/bootstrap.lock requirements/all.lock requirements/model.lock
 # The environment is remade only when what it was made from changes.
-STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(LOCKS) scripts/environment.sh | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(LOCKS) $(COMPILED) \
+	scripts/environment.sh | cksum | cut -d' ' -f1)
 LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	--no-annotate --quiet --custom-compile-command "make lock"
 # Each has an image, and so a lock of its own: a part of all.lock.

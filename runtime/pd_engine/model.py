@@ -15,7 +15,8 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pd_engine.attention.paged import Options, PagedStep
+from pd_engine.attention.paged import PagedStep
+from pd_engine.attention.rows import Options
 from pd_engine.checkpoint import Checkpoint, ModelError
 
 ATTENTION = "pd_paged"

@@ -3,6 +3,7 @@
 One thread calls `step`; nothing here knows of requests, sockets or clocks that others see.
 """
 
+import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +12,16 @@ from pathlib import Path
 import torch
 
 from pd_core.kv import KvLayout
-from pd_engine.attention.paged import CausalMasks, LayersDone, PagedStep
+from pd_engine.attention.native import Native, load
+from pd_engine.attention.paged import LayersDone, PagedAttention, PagedStep
 from pd_engine.attention.pool import KvPool
 from pd_engine.checkpoint import ModelError, open_checkpoint
 from pd_engine.hostmemory import free_bytes
 from pd_engine.model import load_model
 from pd_engine.sampling import sample
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling, StepOutput
+
+log = logging.getLogger("pd_engine.runner")
 
 LAYER_GROUP = 5
 """Layers whose KV is reported together, so that it can travel while later ones compute."""
@@ -41,11 +45,13 @@ class Runner:
         threads: int = 0,
         layer_group: int = LAYER_GROUP,
         pool_memory: Callable[[int], mmap.mmap] | None = None,
+        compiled: bool = True,
     ) -> None:
         """Loads the model. Zeros leave a choice to us: the pool takes `kv_cache_fraction` of
         the memory that is free once the weights are loaded, a request may be as long as the
         model can, torch picks its threads. `pool_memory` makes the pool's memory where it
-        isn't to be private. Raises ModelError.
+        isn't to be private; `compiled` False takes plain torch even where there is code of
+        our own. Raises ModelError.
         """
         checkpoint = open_checkpoint(model_dir)
         if threads:
@@ -68,7 +74,7 @@ class Runner:
         self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
         self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
         self._pool = KvPool(self.layout, self.num_blocks, self._model.device, pool_memory)
-        self._masks = CausalMasks(self._model.dtype, self._model.device)
+        self._attention = PagedAttention(self._pool, _native() if compiled else None)
         self._layer_group = layer_group
 
     def _size_pool(self, tokens: int, fraction: float) -> int:
@@ -84,6 +90,11 @@ class Runner:
                 f"larger share"
             )
         return blocks
+
+    @property
+    def attention(self) -> str:
+        """How attention is computed here."""
+        return self._attention.way
 
     @property
     def kv_buffer(self) -> memoryview:
@@ -120,7 +131,7 @@ class Runner:
             torch.tensor(tokens, dtype=torch.int64, device=device),
             torch.tensor(positions, dtype=torch.int64, device=device),
             torch.tensor(keep, dtype=torch.int64, device=device),
-            PagedStep(self._pool, self._masks, rows, on_layers, self._layer_group),
+            PagedStep(self._attention, rows, on_layers, self._layer_group),
         )
 
     def warmup(self) -> None:
@@ -136,6 +147,15 @@ class Runner:
             self.step(Batch(0, (Row(0, [0] * tokens, 0, blocks, (spec,)),)))
             self.prefill_tokens_per_s = tokens / (time.perf_counter() - began)
             self.step(Batch(0, (Row(0, [0], tokens, blocks, (spec,)),)))
+
+
+def _native() -> Native | None:
+    """The compiled attention; where there is none, the log says why and what to do."""
+    found = load()
+    if isinstance(found, Native):
+        return found
+    log.warning("attention=plain: the compiled one is missing, it is %s", found.reason)
+    return None
 
 
 def _samples(rows: Sequence[Row]) -> tuple[list[SampleSpec], list[tuple[int, int]]]:

@@ -1,9 +1,10 @@
-"""Covers pd_engine.attention: the paged step against attention written out densely, for
-prefill, chunks, decode, mixed batches, windows, soft-caps and sinks; the mask tables; the
-pool's layout, copies and reports of finished layers.
+"""Covers pd_engine.attention: the paged step, in plain torch and compiled for each instruction
+set that this CPU has, against attention written out densely, for prefill, chunks, decode,
+mixed batches, windows, soft-caps and sinks; the mask tables; the pool's layout, copies and
+reports of finished layers. test_native.py goes further into the compiled way.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -12,16 +13,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.kv import KvLayout
-from pd_engine.attention.paged import QUERY_TILE, CausalMasks, Options, PagedStep
+from pd_engine.attention.native import Native, load
+from pd_engine.attention.paged import PagedAttention, PagedStep
+from pd_engine.attention.plain import QUERY_TILE, CausalMasks
 from pd_engine.attention.pool import KvPool
+from pd_engine.attention.rows import Options
 from pd_engine.types import Row
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 8, 4
 SCALE = 0.3
-MASKS = CausalMasks(torch.float32, CPU)
 
 torch.set_num_threads(1)
+
+Way = Native | None
+
+
+@pytest.fixture(scope="module", params=["plain", "baseline", "avx2", "avx512"])
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    """How attention is computed: None is plain torch, else the library for a kind of CPU."""
+    if request.param == "plain":
+        yield None
+        return
+    native = load()
+    if not isinstance(native, Native):
+        pytest.skip(f"compiled attention: {native.reason}")
+    usual = native.variant
+    if not native.use(request.param):
+        pytest.skip(f"this CPU has no {request.param}")
+    yield native
+    native.use(usual)
 
 
 def layout(layers: int = 2, dtype: str = "float32") -> KvLayout:
@@ -68,11 +89,14 @@ def dense(sequence: Sequence_, options: Options) -> torch.Tensor:
 
 
 def run_step(
-    pool: KvPool, parts: Sequence[tuple[Sequence_, int, int]], options: Options, layer: int = 1
+    attention: PagedAttention,
+    parts: Sequence[tuple[Sequence_, int, int]],
+    options: Options,
+    layer: int = 1,
 ) -> list[torch.Tensor]:
     """One step of (sequence, start, tokens) each -> each one's output."""
     rows = [s.row(i, start, tokens) for i, (s, start, tokens) in enumerate(parts)]
-    step = PagedStep(pool, MASKS, rows)
+    step = PagedStep(attention, rows)
 
     def flat(name: str) -> torch.Tensor:
         return torch.cat([getattr(s, name)[:, b : b + n] for s, b, n in parts], dim=1)
@@ -92,9 +116,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 23])
-def test_any_chunking_equals_dense_attention(options: Options, chunk: int) -> None:
+def test_any_chunking_equals_dense_attention(way: Way, options: Options, chunk: int) -> None:
     sequence = Sequence_.random(23, [9, 2, 7, 0, 5, 3], seed=chunk)
-    pool = KvPool(layout(), 10, CPU)
+    pool = PagedAttention(KvPool(layout(), 10, CPU), way)
     parts = []
     for start in range(0, 23, chunk):
         parts += run_step(pool, [(sequence, start, min(chunk, 23 - start))], options)
@@ -104,11 +128,11 @@ def test_any_chunking_equals_dense_attention(options: Options, chunk: int) -> No
 
 
 @given(data=st.data())
-def test_rows_of_a_mixed_batch_do_not_disturb_each_other(data: st.DataObject) -> None:
+def test_rows_of_a_mixed_batch_do_not_disturb_each_other(way: Way, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4), label="lengths")
     order = data.draw(st.permutations(range(24)), label="blocks")
     options = OPTIONS[data.draw(st.sampled_from(sorted(OPTIONS)), label="options")]
-    sequences, pool = [], KvPool(layout(), 24, CPU)
+    sequences, pool = [], PagedAttention(KvPool(layout(), 24, CPU), way)
     for i, length in enumerate(lengths):
         sequences.append(Sequence_.random(length, order[i * 5 : (i + 1) * 5], seed=i))
     done = [0] * len(sequences)
@@ -127,10 +151,10 @@ def test_rows_of_a_mixed_batch_do_not_disturb_each_other(data: st.DataObject) ->
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_a_chunk_longer_than_a_tile(window: int | None) -> None:
+def test_a_chunk_longer_than_a_tile(way: Way, window: int | None) -> None:
     tokens = QUERY_TILE + 70
     sequence = Sequence_.random(tokens, list(range(tokens // BLOCK + 1, -1, -1)), seed=1)
-    pool = KvPool(layout(), len(sequence.blocks), CPU)
+    pool = PagedAttention(KvPool(layout(), len(sequence.blocks), CPU), way)
     options = Options(SCALE, window)
     first = run_step(pool, [(sequence, 0, 30)], options)
     rest = run_step(pool, [(sequence, 30, tokens - 30)], options)
@@ -158,10 +182,10 @@ def test_masks_are_views_of_one_table() -> None:
     assert (far == 0).all()
 
 
-def test_the_pool_has_the_layout_that_travels() -> None:
+def test_the_pool_has_the_layout_that_travels(way: Way) -> None:
     pool = KvPool(layout(), 4, CPU)
     sequence = Sequence_.random(6, [3, 1], seed=2)
-    run_step(pool, [(sequence, 0, 6)], OPTIONS["plain"], layer=1)
+    run_step(PagedAttention(pool, way), [(sequence, 0, 6)], OPTIONS["plain"], layer=1)
     assert pool.buffer is not None
     assert pool.buffer.nbytes == 4 * layout().block_bytes
     flat = torch.frombuffer(pool.buffer, dtype=torch.float32)
@@ -182,13 +206,12 @@ def test_blocks_are_copied_in_order() -> None:
     assert [int(pool.tensor[i].unique()) for i in range(3)] == [2, 2, 1]
 
 
-def test_finished_layers_are_reported_by_groups() -> None:
+def test_finished_layers_are_reported_by_groups(way: Way) -> None:
     reports: list[tuple[int, int]] = []
     pool = KvPool(layout(layers=7), 2, CPU)
     sequence = Sequence_.random(2, [0], seed=3)
     step = PagedStep(
-        pool,
-        CausalMasks(torch.float32, CPU),
+        PagedAttention(pool, way),
         [sequence.row(0, 0, 2)],
         lambda first, end: reports.append((first, end)),
         layer_group=3,
@@ -206,18 +229,20 @@ def test_a_row_that_does_not_fit_its_blocks_is_refused(
 ) -> None:
     row = Row(7, [0] * tokens, start, list(range(blocks)))
     with pytest.raises(ValueError, match="sequence 7"):
-        PagedStep(KvPool(layout(), 4, CPU), CausalMasks(torch.float32, CPU), [row])
+        PagedStep(PagedAttention(KvPool(layout(), 4, CPU), None), [row])
 
 
-def test_reduced_precision_stays_close() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_precision_stays_close(way: Way, dtype: torch.dtype) -> None:
     sequence = Sequence_.random(12, [0, 1, 2], seed=4)
-    pool = KvPool(layout(dtype="bfloat16"), 3, CPU)
+    name = str(dtype).removeprefix("torch.")
+    attention = PagedAttention(KvPool(layout(dtype=name), 3, CPU), way)
     low = Sequence_(
-        sequence.query.bfloat16(), sequence.key.bfloat16(), sequence.value.bfloat16(), [0, 1, 2]
+        sequence.query.to(dtype), sequence.key.to(dtype), sequence.value.to(dtype), [0, 1, 2]
     )
     outs = []
     for start, tokens in ((0, 5), (5, 6), (11, 1)):
-        step = PagedStep(pool, CausalMasks(torch.bfloat16, CPU), [low.row(0, start, tokens)])
+        step = PagedStep(attention, [low.row(0, start, tokens)])
         cut = slice(start, start + tokens)
         part = (low.query[:, cut], low.key[:, cut], low.value[:, cut])
         outs.append(step.attend(0, *part, OPTIONS["plain"]))

@@ -3,6 +3,7 @@
 The layout is that of `pd_core.kv`: [block, layer, K|V, token, kv_head, head_dim].
 """
 
+import contextlib
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 
@@ -95,4 +96,10 @@ class KvPool:
 
 
 def _private(size: int) -> mmap.mmap:
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Decoding reads all over the pool: with small pages, address translation costs much.
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapping.madvise(advice)
+    return mapping
