@@ -76,8 +76,9 @@ def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Session
         max_running=settings.max_requests,
         max_queued=settings.max_queued,
         queue_wait_s=settings.queue_wait_s,
+        promises=settings.promises,
     )
-    return Sessions(workers, Admission(admission), hooks=metrics)
+    return Sessions(workers, Admission(admission), hooks=metrics, routing=settings.routing)
 
 
 def _app_settings(settings: Settings) -> AppSettings:
@@ -86,6 +87,8 @@ def _app_settings(settings: Settings) -> AppSettings:
         max_body_bytes=settings.max_body_bytes,
         request_timeout_s=settings.request_timeout_s,
         max_requests=settings.max_requests + settings.max_queued,
+        allow_trace=settings.allow_trace,
+        class_header=settings.class_header,
     )
 
 

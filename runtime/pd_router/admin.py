@@ -45,6 +45,7 @@ class AdminApp:
         exchange.allow("GET", "HEAD")
         if exchange.path == "/metrics":
             self._metrics.ready.set(self._workers.ready())
+            self._metrics.gateway(self._workers.signals(), self._queued())
             await exchange.reply(200, self._metrics.expose(), content_type=CONTENT_TYPE.encode())
             return
         await exchange.reply(200, msgspec.json.encode(self._page(exchange)))

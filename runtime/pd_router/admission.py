@@ -143,9 +143,9 @@ class Admission:
         displaced, self._displaced = self._displaced, []
         return displaced
 
-    def overdue(self, waited_s: float) -> Failure | None:
+    def overdue(self, waited_s: float, patience_s: float = math.inf) -> Failure | None:
         """The failure of a request that has waited so long, if it has waited too long."""
-        if waited_s < self.config.queue_wait_s:
+        if waited_s < min(self.config.queue_wait_s, patience_s):
             return None
         return _overloaded(
             f"waited {waited_s:.1f} s for its turn behind {len(self._running)} running requests",

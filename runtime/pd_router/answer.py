@@ -15,12 +15,14 @@ from pd_router.openai import Ask
 from pd_router.replies import Part, TokenLogprob, Usage
 from pd_router.text import StopMatcher, TextStack
 from pd_router.types import (
+    NOBODY,
     FinishReason,
     GenerateRequest,
     Generation,
     Sampling,
     SessionsApi,
     Timeline,
+    Who,
 )
 
 # What is kept for a client that doesn't read: about 1 MiB.
@@ -242,6 +244,7 @@ class Run:
         request_id: str,
         samplings: Sequence[Sampling | None],
         deadline_s: float,
+        who: Who = NOBODY,
     ) -> None:
         """Starts all. No sampling: nothing is to be generated for that prompt.
 
@@ -260,6 +263,10 @@ class Run:
                 sampling=sampling,
                 deadline_s=deadline_s,
                 cache_salt=self._ask.cache_salt,
+                priority=self._ask.priority,
+                session=who.session,
+                sla=who.sla,
+                tenant=who.tenant,
             )
             sink = PromptSink(self.inbox, number, self._ask.choices)
             prompt.generation = sessions.start(request, sink)

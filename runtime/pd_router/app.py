@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_router import tokens
 from pd_router.answer import Run
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal, Record
@@ -24,6 +25,7 @@ from pd_router.prepare import sampling_for, tokenize
 from pd_router.replies import DONE, Replies
 from pd_router.texts import Texts
 from pd_router.types import SessionsApi, WorkersApi
+from pd_router.who import who
 
 log = logging.getLogger("pd_router.app")
 
@@ -32,6 +34,10 @@ _MIB = 1024 * 1024
 _DEADLINE_MARGIN_S = 5.0
 # How long a client may take to read that its request failed.
 _LAST_WORDS_S = 5.0
+TRACE_HEADER = b"x-pdcluster-trace"
+_TRACED_PROMPTS = 4
+_TRACED_CANDIDATES = 8
+MAX_TOKENIZING = 64
 _GENERATING: dict[str, Callable[[bytes], Ask]] = {
     "/v1/chat/completions": parse_chat,
     "/v1/completions": parse_completion,
@@ -47,6 +53,8 @@ class AppSettings:
     request_timeout_s: float = 600.0
     bundle_wait_s: float = 30.0
     max_requests: int = 4096
+    allow_trace: bool = False
+    class_header: bool = False
 
 
 class RouterApp:
@@ -72,6 +80,7 @@ class RouterApp:
         self._draining = False
         self._closed = False
         self._arrived = 0
+        self._tokenizing = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -134,6 +143,9 @@ class RouterApp:
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
+        if path in ("/tokenize", "/detokenize"):
+            await self._tokens(exchange)
+            return
         known = path in ("/health", "/ready", "/v1/models") or path.startswith("/v1/models/")
         if not known:
             where = f"{exchange.method} {path[:200]}"
@@ -153,6 +165,28 @@ class RouterApp:
                 self._check_model(path.removeprefix("/v1/models/"))
                 answer = model
             await exchange.reply(200, msgspec.json.encode(answer))
+
+    async def _tokens(self, exchange: Exchange) -> None:
+        """Text to tokens, or back, without any worker."""
+        exchange.allow("POST")
+        if self._tokenizing >= MAX_TOKENIZING:
+            message = f"{self._tokenizing} requests of this kind are running."
+            raise RequestFailure(FailureKind.OVERLOADED, message)
+        self._tokenizing += 1
+        try:
+            body = await exchange.read_body(self._settings.max_body_bytes)
+            stack = self._texts.current or await self._texts.get(self._settings.bundle_wait_s)
+            if exchange.path == "/detokenize":
+                answer = tokens.detokenize(body, stack, self._check_model)
+            else:
+                limits = self._workers.limits()
+                context = limits.context_tokens if limits else None
+                answer = await tokens.tokenize(
+                    body, stack, self._texts.pool, context, self._check_model
+                )
+        finally:
+            self._tokenizing -= 1
+        await exchange.reply(200, msgspec.json.encode(answer))
 
     def _model(self) -> dict[str, Any]:
         model = {
@@ -228,7 +262,10 @@ class RouterApp:
         run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted)
         run.inbox.on_gone = exchange.abort
         record.reply_id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{exchange.own_id}"
-        run.start(self._sessions, record.reply_id, samplings, self._left(record))
+        asker = who(exchange, ask, class_header=self._settings.class_header)
+        if self._settings.allow_trace and exchange.header(TRACE_HEADER) is not None:
+            exchange.more_headers = lambda: _trace(run)
+        run.start(self._sessions, record.reply_id, samplings, self._left(record), asker)
         replies = Replies(ask, record.reply_id, int(time.time()))
         if ask.stream:
             await _stream(exchange, ask, run, replies)
@@ -241,6 +278,22 @@ class RouterApp:
         """Seconds until the request's deadline."""
         elapsed = time.monotonic() - record.accepted
         return max(self._settings.request_timeout_s - elapsed, 0.0)
+
+
+def _trace(run: Run) -> list[tuple[bytes, bytes]]:
+    """Why these workers, of each prompt: candidates with their predictions, and the reason."""
+    timelines = run.timelines()[:_TRACED_PROMPTS]
+    traces = [
+        {
+            "prefill": timeline.prefill_worker,
+            "decode": timeline.decode_worker,
+            "attempts": timeline.attempts,
+            "reason": timeline.reason,
+            "considered": [one.document() for one in timeline.considered[:_TRACED_CANDIDATES]],
+        }
+        for timeline in timelines
+    ]
+    return [(TRACE_HEADER, msgspec.json.encode(traces))]
 
 
 async def _stream(exchange: Exchange, ask: Ask, run: Run, replies: Replies) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from pd_core.estimate import Link, exposed_s
-from pd_router.fleet import WorkerView
+from pd_router.fleet import Role, WorkerView
 
 UNKNOWN_TOKENS_PER_S = 1000.0
 UNKNOWN_STEP_S = 0.02
@@ -135,6 +135,17 @@ class Costs:
             known = [w.step_s for w in self._workers if w.step_s > 0]
             self._step_s = _middle(known, UNKNOWN_STEP_S)
         return self._step_s
+
+
+def soonest(workers: Iterable[WorkerView]) -> tuple[float, float]:
+    """When a worker of those that compute prompts would begin another, in seconds, and the
+    speed of all of them together in tokens a second; (0, 0): there is none."""
+    usable = [w for w in workers if w.usable]
+    computing = [w for w in usable if w.role is Role.PREFILL] or usable
+    known = _middle([w.tokens_per_s for w in computing if w.tokens_per_s > 0], UNKNOWN_TOKENS_PER_S)
+    speeds = [w.tokens_per_s or known for w in computing]
+    waits = (w.pending_tokens / speed for w, speed in zip(computing, speeds, strict=True))
+    return min(waits, default=0.0), sum(speeds)
 
 
 def _middle(known: Sequence[float], otherwise: float) -> float:

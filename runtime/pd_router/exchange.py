@@ -46,6 +46,7 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._closes = closes
+        self.more_headers: Callable[[], Sequence[Header]] = tuple  # asked for at the start
         self._body_read = False
         self.request_id = self.own_id
         given = self.header(b"x-request-id")
@@ -113,7 +114,7 @@ class Exchange:
 
     async def reply_error(self, error: ApiError) -> None:
         headers = list(error.headers)
-        retry_after = error.failure.traits.retry_after_s
+        retry_after = error.failure.retry_after_s or error.failure.traits.retry_after_s
         if retry_after is not None:
             headers.append((b"retry-after", b"%d" % retry_after))
         if error.status == 408:
@@ -140,7 +141,8 @@ class Exchange:
 
     async def _start(self, status: int, headers: Sequence[Header]) -> None:
         self.status = status
-        headers = [*headers, (b"x-request-id", self.request_id.encode("ascii"))]
+        own = (b"x-request-id", self.request_id.encode("ascii"))
+        headers = [*headers, own, *self.more_headers()]
         if self._closes():
             headers.append((b"connection", b"close"))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -62,7 +62,26 @@ class Metrics:
         self._kv_bytes = self._counter("kv_bytes", "KV bytes handed over", "transport")
         self.running = self._gauge("running_requests", "Requests in the router now")
         self.ready = self._gauge("ready", "Whether a usable pair of workers is there")
+        self._gateway_running = self._gateway("num_requests_running", "Sequences in decode")
+        self._gateway_waiting = self._gateway("num_requests_waiting", "Requests that wait")
+        self._gateway_kv = self._gateway("kv_cache_usage_perc", "KV in use on decode, 0 to 1")
         self._held = self._gauge("held_requests", "Requests that wait for a first worker")
+
+    def gateway(self, workers: Sequence[dict[str, Any]], queued: Queued) -> None:
+        """What inference gateways read, under the names that they know: of all usable
+        workers, and of what waits in this router."""
+        usable = [worker for worker in workers if worker.get("usable")]
+        running = sum(worker["running"] for worker in usable)
+        waiting = sum(worker["queued"] + worker["waiting_grants"] for worker in usable)
+        room = sum(worker["kv_tokens"] for worker in usable if worker["role"] != "prefill")
+        used = sum(worker["kv_used_tokens"] for worker in usable if worker["role"] != "prefill")
+        self._gateway_running.set(running)
+        self._gateway_waiting.set(waiting + queued.requests)
+        self._gateway_kv.set(used / room if room else 0.0)
+
+    def _gateway(self, name: str, text: str) -> Gauge:
+        gauge = Gauge(f"vllm:{name}", f"{text}.", ("model_name",), registry=self.registry)
+        return gauge.labels(self._model)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(

@@ -106,6 +106,8 @@ class OpenDecode:
     prefill_here: bool
     blocks: int  # what it will reserve, for the load's books
     compute_tokens: int  # when it prefills
+    prefill: WorkerId | None = None  # who will, once decode has granted
+    prefill_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

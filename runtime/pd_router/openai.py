@@ -7,7 +7,7 @@ wouldn't is taken and ignored. Errors carry the JSON path of what is wrong.
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ MAX_SEQUENCES = 128  # prompts times choices
 MAX_MESSAGE_CHARS = 1000  # of an error: it may quote what the client sent
 MAX_PARAM_CHARS = 200
 COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's /v1/completions has it
+MAX_PRIORITY = 1000
 _MASK64 = (1 << 64) - 1
 
 
@@ -54,7 +55,9 @@ class ApiError(Exception):
     @classmethod
     def of(cls, failure: Failure, param: str | None = None) -> "ApiError":
         status = failure.traits.http_status
-        return cls(status, failure.message, param=param, code=failure.kind, kind=failure.kind)
+        made = cls(status, failure.message, param=param, code=failure.kind, kind=failure.kind)
+        made.failure = replace(made.failure, retry_after_s=failure.retry_after_s)
+        return made
 
     def body(self) -> bytes:
         return msgspec.json.encode({"error": self._fields()})
@@ -129,6 +132,8 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    session_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     # Harmless.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -231,18 +236,20 @@ class Ask:
     top_logprobs: int
     return_token_ids: bool
     cache_salt: bytes
+    priority: int  # larger goes first, among requests of one class
+    session_id: str  # the same for all of a conversation; empty: unknown
 
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_Request = TypeVar("_Request", ChatRequest, CompletionRequest)
+_Request = TypeVar("_Request", bound=Struct)
 
 
 def parse_chat(body: bytes) -> Ask:
     """ApiError where the body isn't a chat request that we can serve."""
-    request = _decode(_chat_decoder, body)
+    request = decode_strictly(_chat_decoder, body)
     _refuse_unsupported(request)
-    messages = _messages(request.messages)
+    messages = chat_messages(request.messages)
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
@@ -258,7 +265,7 @@ def parse_chat(body: bytes) -> Ask:
 
 def parse_completion(body: bytes) -> Ask:
     """ApiError where the body isn't a completion request that we can serve."""
-    request = _decode(_completion_decoder, body)
+    request = decode_strictly(_completion_decoder, body)
     _refuse_unsupported(request)
     prompts = _prompts(request.prompt)
     if len(prompts) * (request.n or 1) > MAX_SEQUENCES:
@@ -324,6 +331,8 @@ def _ask(
         top_logprobs=top_logprobs,
         return_token_ids=bool(request.return_token_ids),
         cache_salt=(request.cache_salt or "").encode(),
+        priority=request.priority or 0,
+        session_id=request.session_id or "",
     )
 
 
@@ -334,7 +343,8 @@ _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
 
 
-def _decode(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
+def decode_strictly(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Request:
+    """ApiError, with the path of what is wrong, unless the body is what it should be."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -437,7 +447,8 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
 _ROLES = ("system", "developer", "user", "assistant")
 
 
-def _messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
+def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
+    """As templates read them; ApiError for what isn't text."""
     if not messages:
         raise invalid("messages", "'messages' must hold at least one message.")
     if len(messages) > MAX_MESSAGES:

@@ -23,8 +23,6 @@ _LOCAL_GAIN = 0.1
 _LOCAL_GAIN_S = 0.02
 """Computing the prompt where it's decoded must promise so much, as a share and in seconds:
 predictions aren't better than that, and prefill workers are there for it."""
-_SESSION_PATIENCE_S = 1.0
-"""So much worse than the best a session's own decode worker may be."""
 
 
 @dataclass(slots=True)
@@ -118,7 +116,7 @@ class _Option:
     def key(self) -> tuple[bool, float, int, int, int]:
         here, there = self.decode, self.prefill.worker
         other = not self.local and there.revision != here.revision
-        return (other, round(self.total_s, 4), here.running, here.ordinal, there.ordinal)
+        return (other, round(self.total_s, 6), here.running, here.ordinal, there.ordinal)
 
 
 class _Choice:
@@ -168,7 +166,7 @@ class _Choice:
         return (worker.id in self._exclusions.disliked, alone)
 
     def _decode_key(self, worker: WorkerView) -> tuple[float, int, int]:
-        return (round(self._decode_cost(worker), 4), worker.running, worker.ordinal)
+        return (round(self._decode_cost(worker), 6), worker.running, worker.ordinal)
 
     def _decode_cost(self, worker: WorkerView) -> float:
         known = self._decode_s.get(worker.id)
@@ -180,9 +178,7 @@ class _Choice:
         """The decode workers worth a closer look, and what speaks for them."""
         own = self._session_owner(decoders)
         if own is not None:
-            best_s = min(self._decode_cost(w) for w in decoders)
-            if self._decode_cost(own) <= best_s + _SESSION_PATIENCE_S:
-                return [own], "its session is there"
+            return [own], "its session is there"
         if self._chance.alone:
             return sorted(decoders, key=self._decode_key)[:_SHORTLIST], "soonest"
         return affinity.two_of(decoders, self._chance.lot), "sooner of two drawn"
@@ -192,9 +188,9 @@ class _Choice:
         if not self._need.session or len(decoders) < 2:
             return None
         own = affinity.owner(self._need.session, decoders)
-        if own is None or own.kv_used / own.kv_blocks >= self._routing.session_kv_limit:
+        if own is None or _waits(own):
             return None
-        return own
+        return own if own.kv_used / own.kv_blocks < self._routing.session_kv_limit else None
 
     def _by_name(self, decoders: Sequence[WorkerView]) -> WorkerView:
         """Of a policy that goes by one thing alone."""
@@ -257,7 +253,7 @@ class _Choice:
             holder = max(partners, key=self._cached_at)
             return drawn if holder in drawn or not self._cached_at(holder) else [*drawn, holder]
         found = {w.id: self._prefill(w) for w in partners}
-        costs = {at: round(p.ready_s + self._costs.delay(p), 4) for at, p in found.items()}
+        costs = {at: round(p.ready_s + self._costs.delay(p), 6) for at, p in found.items()}
         return sorted(partners, key=lambda w: (costs[w.id], w.ordinal))[:_SHORTLIST]
 
     def _prefill_by_name(self, partners: Sequence[WorkerView]) -> WorkerView:

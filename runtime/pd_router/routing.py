@@ -58,5 +58,5 @@ class Chance(NamedTuple):
         return self.routers < _NOT_ALONE
 
 
-_NOT_ALONE = 1.15
+_NOT_ALONE = 3.0
 DEFAULT = Routing()

@@ -11,7 +11,15 @@ from typing import Protocol
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_proto.v1 import engine_pb2 as pb
 from pd_router import policy, wire
-from pd_router.admission import Admission, Verdict
+from pd_router.admission import (
+    UNKNOWN,
+    Admission,
+    Outlook,
+    Ticket,
+    Verdict,
+    displaced_failure,
+)
+from pd_router.costs import soonest
 from pd_router.fleet import Role, WorkerId, WorkerView
 from pd_router.moves import (
     Action,
@@ -35,6 +43,8 @@ from pd_router.walk import Walk
 from pd_router.workers import Work, Workers
 
 log = logging.getLogger("pd_router.session")
+
+_LOOK_AGAIN_S = 0.02
 
 
 class MetricsHooks(Protocol):
@@ -86,6 +96,7 @@ class Sessions:
         self.workers = workers
         self.routing = routing or Routing()
         self._choices = itertools.count()
+        self._looking: asyncio.TimerHandle | None = None
         self.admission = admission or Admission()
         self.config = config or WalkConfig()
         self.hooks: MetricsHooks = hooks or NoHooks()
@@ -99,14 +110,24 @@ class Sessions:
     def start(self, request: GenerateRequest, sink: Sink) -> "RunningGeneration":
         """Raises RequestFailure when refused at once. Calls the sink only after returning."""
         self._refuse(request)
-        verdict = self.admission.offer(request.request_id, request.priority)
+        ticket = self._ticket(request)
+        verdict = self.admission.offer(
+            request.request_id,
+            ticket=ticket,
+            outlook=self._outlook(),
+            now=time.monotonic(),
+            routers=self.workers.routers,
+        )
         if isinstance(verdict, Failure):
-            raise RequestFailure(verdict.kind, verdict.message)
-        generation = RunningGeneration(self, request, sink)
+            raise RequestFailure(verdict.kind, verdict.message, verdict.retry_after_s)
+        generation = RunningGeneration(self, request, sink, self.admission.patience_s(ticket.sla))
         self._live[request.request_id] = generation
         self._idle.clear()
         if verdict is Verdict.ADMITTED:
             self.loop.call_soon(generation.admitted)
+        for key in self.admission.displaced():
+            self._live[key].fail(displaced_failure())
+        self._look_again()
         return generation
 
     def chance(self) -> Chance:
@@ -138,6 +159,8 @@ class Sessions:
     def close(self) -> None:
         """Fails whatever still runs."""
         self._stopping = True
+        if self._looking is not None:
+            self._looking.cancel()
         for generation in list(self._live.values()):
             generation.fail(Failure(FailureKind.DRAINING, "this router stops"))
 
@@ -149,9 +172,39 @@ class Sessions:
             waiting = self._live.get(admitted)
             if waiting is not None:
                 self.loop.call_soon(waiting.admitted)
+        self._look_again()
         if not self._live:
             self._idle.set()
         self.hooks.on_end(timeline, failure)
+
+    def _ticket(self, request: GenerateRequest) -> Ticket:
+        """What it is to admission. Raises for a class that there isn't."""
+        promises = self.admission.config.promises
+        sla = promises.named(request.sla)
+        if sla is None:
+            names = ", ".join(one.name for one in promises.classes)
+            message = f"there is no class {request.sla!r}; there are {names}"
+            raise RequestFailure(FailureKind.INVALID_REQUEST, message)
+        prompt = len(request.token_ids)
+        asked = prompt + request.sampling.max_tokens * request.choices
+        return Ticket(request.request_id, sla, request.tenant, prompt, request.priority, asked)
+
+    def _outlook(self) -> Outlook:
+        if not self.admission.holds_back:
+            return UNKNOWN
+        return Outlook(*soonest(self.workers.views()))
+
+    def _look_again(self) -> None:
+        """Requests are held back until the workers' queues are short: time changes that."""
+        if self.admission.holds_back and self.admission.queued and self._looking is None:
+            self._looking = self.loop.call_later(_LOOK_AGAIN_S, self._admit_more)
+
+    def _admit_more(self) -> None:
+        """One after the other: each makes the outlook worse for the next."""
+        self._looking = None
+        while admitted := self.admission.admit(self._outlook, time.monotonic(), at_most=1):
+            self._live[admitted[0]].admitted()
+        self._look_again()
 
     def _refuse(self, request: GenerateRequest) -> None:
         """Raises for what no worker could ever do, or cannot do now."""
@@ -233,9 +286,13 @@ class _Placer:
 class RunningGeneration:
     """One request that runs (`types.Generation`)."""
 
-    def __init__(self, sessions: Sessions, request: GenerateRequest, sink: Sink) -> None:
+    def __init__(
+        self, sessions: Sessions, request: GenerateRequest, sink: Sink, patience_s: float
+    ) -> None:
+        """`patience_s`: how long it may wait in admission."""
         self._sessions = sessions
         self._request = request
+        self._patience_s = patience_s
         self._sink: Sink | None = sink  # None: it has had its last word
         self._timeline = Timeline(
             request_id=request.request_id,
@@ -251,8 +308,8 @@ class RunningGeneration:
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        wait_s = min(sessions.admission.config.queue_wait_s, request.deadline_s)
-        self._arm(self._timeline.accepted + wait_s)
+        self._promised: dict[int, tuple[WorkerView, int]] = {}  # by attempt
+        self._arm(self._timeline.accepted + min(patience_s, request.deadline_s))
 
     # ---- types.Generation ---------------------------------------------------------------
 
@@ -341,11 +398,29 @@ class RunningGeneration:
             self._lost_at_once(action.side, action.worker.name)
             return
         self.works[action.side] = work
+        self._promise(action)
         if action.prefill_here:
             work.expect_steps()
         work.send(wire.generate_to_pb(action, work.handle, self._request, self._sampling))
 
+    def _promise(self, action: OpenDecode) -> None:
+        """Counts the prompt at its prefill worker from now on, not only when decode has
+        granted: else a burst would choose the same one."""
+        if action.prefill is not None:
+            view = self._sessions.workers.view(action.prefill)
+            if view is not None:
+                view.assign_prefill(action.prefill_tokens)
+                self._promised[action.side.attempt] = (view, action.prefill_tokens)
+
+    def _keep_promise(self, attempt: int) -> None:
+        """It's sent, or it never will be."""
+        promised = self._promised.pop(attempt, None)
+        if promised is not None:
+            view, tokens = promised
+            view.end_prefill(tokens)
+
     def _open_prefill(self, action: OpenPrefill) -> None:
+        self._keep_promise(action.side.attempt)
         target = self._sessions.workers.hello(action.decode)
         if target is None:  # D's own loss is told by its link
             self._lost_at_once(action.side, action.decode.name)
@@ -365,6 +440,7 @@ class RunningGeneration:
         work.send(wire.prefill_to_pb(action, work.handle, self._request, self._sampling, target))
 
     def _release(self, side: Side, *, cancel: bool) -> None:
+        self._keep_promise(side.attempt)
         work = self.works.pop(side, None)
         if work is not None:
             work.release(cancel=cancel)
@@ -404,7 +480,8 @@ class RunningGeneration:
         if self._started or now >= self.walk.deadline:
             self.feed(self.walk.tick(now))
             return
-        failure = self._sessions.admission.overdue(now - self._timeline.accepted)
+        waited_s = now - self._timeline.accepted
+        failure = self._sessions.admission.overdue(waited_s, self._patience_s)
         if failure is not None:
             self.fail(failure)
         else:  # the timer came a moment early

@@ -1,8 +1,14 @@
 """The router's flags."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from pd_core.estimate import Link, link
+from pd_router import classes
+from pd_router.classes import NO_PROMISES, Promises
+from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
 
 _PORT_MAX = 65535
 
@@ -34,6 +40,10 @@ class Settings:
     max_requests: int = 4096
     max_queued: int = 4096
     queue_wait_s: float = 30.0
+    routing: Routing = DEFAULT
+    promises: Promises = NO_PROMISES
+    allow_trace: bool = False
+    class_header: bool = False
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -56,7 +66,44 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--max-requests", type=_count, default=Settings.max_requests, metavar="N")
     add("--max-queued", type=_count, default=Settings.max_queued, metavar="N")
     add("--queue-wait-s", type=_positive, default=Settings.queue_wait_s, metavar="S")
-    return Settings(**vars(parser.parse_args(arguments)))
+    _add_routing(parser)
+    add("--admission", type=_promises, default=NO_PROMISES, dest="promises", metavar="JSON",
+        help='{"classes": [{"name", "priority", "ttft", "tpot", "share"}], "limits": '
+        '{"requestsPerMinute", "tokensPerMinute", "burstSeconds"}}; goals in seconds')  # fmt: skip
+    add("--class-header", action="store_true", help="clients may name their class of service")
+    add("--allow-trace", action="store_true", help="clients may ask why these workers")
+    given = vars(parser.parse_args(arguments))
+    names = ("policy", "disaggregate", "session_kv_limit", "link")
+    try:
+        routing = Routing(**{name: given.pop(name) for name in names})
+    except ValueError as error:
+        parser.error(str(error))
+    return Settings(**given, routing=routing)
+
+
+def _add_routing(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--policy", choices=POLICIES, default=DEFAULT.policy, help="how workers are chosen")
+    add("--disaggregate", choices=DISAGGREGATE, default=DEFAULT.disaggregate,
+        help="auto: a prompt may be computed where it's decoded, when that is faster")  # fmt: skip
+    add("--session-kv-limit", type=_positive, default=DEFAULT.session_kv_limit, metavar="SHARE",
+        help="a decode worker whose KV is fuller doesn't keep its sessions")  # fmt: skip
+    add("--link", type=_link, default=DEFAULT.link, metavar="NAME|RATE",
+        help="between workers, until hand-overs have shown its speed")  # fmt: skip
+
+
+def _link(text: str) -> Link:
+    try:
+        return link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _promises(text: str) -> Promises:
+    try:
+        return classes.read(json.loads(text))
+    except (classes.BadAdmission, json.JSONDecodeError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def address(text: str) -> Address:

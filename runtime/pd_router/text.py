@@ -292,6 +292,11 @@ class TextStack:
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text.encode()
 
+    def decode_all(self, tokens: list[int]) -> str:
+        """The text of a whole prompt, special tokens included."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text

@@ -45,6 +45,19 @@ class GenerateRequest:
     priority: int = 0  # larger goes first
     cache_salt: bytes = b""
     session: bytes = b""  # the same for all requests of a conversation; empty: unknown
+    sla: str | None = None  # a class of admission; None: the default one
+    tenant: str = ""  # whose share and rate it counts against
+
+
+class Who(NamedTuple):
+    """Who asks. `sla` None: the default class. `session` empty: unknown."""
+
+    tenant: str = ""
+    sla: str | None = None
+    session: bytes = b""
+
+
+NOBODY = Who()
 
 
 class Considered(NamedTuple):

@@ -299,6 +299,8 @@ class Walk:
                 prefill_here=here,
                 blocks=placement.blocks,
                 compute_tokens=placement.compute_tokens if here else 0,
+                prefill=placement.prefill,
+                prefill_tokens=0 if here else placement.compute_tokens,
             )
         )
 

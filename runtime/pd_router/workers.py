@@ -188,6 +188,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
     def views(self) -> list[WorkerView]:
         return [record.view for record in self._records.values()]
 
+    def view(self, worker: WorkerId) -> WorkerView | None:
+        record = self._records.get(worker)
+        return record.view if record is not None else None
+
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back whenever a worker has become usable."""
         self._on_change.append(callback)

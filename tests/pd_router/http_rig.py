@@ -153,7 +153,8 @@ class PlayedSessions:
         if self.bug is not None:
             raise self.bug
         if self.refusal is not None:
-            raise RequestFailure(self.refusal.kind, self.refusal.message)
+            refusal = self.refusal
+            raise RequestFailure(refusal.kind, refusal.message, refusal.retry_after_s)
         if self.refuse_from is not None and len(self.started) >= self.refuse_from:
             raise RequestFailure(FailureKind.OVERLOADED, "enough")
         loop = asyncio.get_running_loop()

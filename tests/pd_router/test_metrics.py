@@ -13,6 +13,7 @@ from pd_core.failures import Failure, FailureKind
 from pd_core.sketch import from_json, quantile
 from pd_router import journal
 from pd_router.metrics import Metrics
+from pd_router.signals import Queued
 from pd_router.types import Timeline
 from tests import client
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
@@ -217,3 +218,22 @@ def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(r.journal.find(None)[0]["timelines"]) == journal.RING_TIMELINES
 
     go(scenario())
+
+
+def test_gateways_find_the_names_that_they_know() -> None:
+    metrics = Metrics("m")
+    worker = {
+        "usable": True,
+        "role": "decode",
+        "running": 3,
+        "queued": 1,
+        "waiting_grants": 2,
+        "kv_tokens": 1000,
+        "kv_used_tokens": 250,
+    }
+    prefill = worker | {"role": "prefill", "running": 0, "queued": 4, "waiting_grants": 0}
+    metrics.gateway([worker, prefill, worker | {"usable": False}], Queued(5, 100, 5))
+    text = metrics.expose().decode()
+    assert 'vllm:num_requests_running{model_name="m"} 3.0' in text
+    assert 'vllm:num_requests_waiting{model_name="m"} 12.0' in text
+    assert 'vllm:kv_cache_usage_perc{model_name="m"} 0.25' in text

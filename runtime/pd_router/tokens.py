@@ -1,0 +1,80 @@
+"""`/tokenize` and `/detokenize`, in the form that vLLM gave them."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from pd_router.openai import Message, chat_messages, decode_strictly, invalid
+from pd_router.text import TemplateFailed, TextStack
+
+MAX_TOKENS = 1 << 20
+
+
+class _Tokenize(Struct, forbid_unknown_fields=True):
+    """A prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class _Detokenize(Struct, forbid_unknown_fields=True):
+    tokens: Annotated[list[int], Meta(max_length=MAX_TOKENS)]
+    model: str | None = None
+
+
+_tokenize = msgspec.json.Decoder(_Tokenize)
+_detokenize = msgspec.json.Decoder(_Detokenize)
+
+
+CheckModel = Callable[[str], None]
+"""Raises where this isn't the name of what is served here."""
+
+
+async def tokenize(
+    body: bytes,
+    stack: TextStack,
+    pool: ThreadPoolExecutor,
+    context_tokens: int | None,
+    check_model: CheckModel,
+) -> dict[str, Any]:
+    request = decode_strictly(_tokenize, body)
+    if request.model is not None:
+        check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt", "Give either 'prompt' or 'messages'.")
+    if request.messages is not None:
+        try:
+            text = stack.render(chat_messages(request.messages))
+        except TemplateFailed as error:
+            raise invalid("messages", str(error), "chat_template_error") from None
+        special = bool(request.add_special_tokens)  # the template writes them itself
+    else:
+        text = request.prompt or ""
+        special = request.add_special_tokens is not False
+    ids = await stack.encode(text, pool, add_special_tokens=special)
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": context_tokens,
+        "tokens": list(ids),
+    }
+    if request.return_token_strs:
+        answer["token_strs"] = [stack.token_bytes(i).decode("utf-8", "replace") for i in ids]
+    return answer
+
+
+def detokenize(body: bytes, stack: TextStack, check_model: CheckModel) -> dict[str, Any]:
+    request = decode_strictly(_detokenize, body)
+    if request.model is not None:
+        check_model(request.model)
+    tokens = request.tokens
+    for place, token in enumerate(tokens):
+        if not 0 <= token < stack.vocab_size:
+            message = f"'tokens[{place}]' is {token}; ids go from 0 to {stack.vocab_size - 1}."
+            raise invalid(f"tokens[{place}]", message)
+    return {"prompt": stack.decode_all(tokens)}
