@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.common import ROOT, Goals, arguments
 
-BENCHES = ("identity", "interference", "startup")
+BENCHES = ("identity", "interference", "policies", "startup")
 RESULTS = ROOT / "bench" / "RESULTS.md"
 
 

@@ -9,7 +9,7 @@ import argparse
 import csv
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from bench.common import Goal, Metrics, report, table
 from bench.replay import Replay, Result, Site
 from pd_core import known_models
 from pd_core.estimate import LINKS
-from pd_router.routing import POLICIES, Routing
+from pd_router.routing import POLICIES, PolicyName, Routing
 from pd_sim import perf, trace
 
 GOALS = {
@@ -52,8 +52,8 @@ class Case:
 # Sized so that workers are busy to about nine tenths: with room to spare, or with none,
 # every policy is as good as another.
 CASES = (
-    Case("mooncake", "traces/mooncake_conversation.jsonl", 10.0, 0.1, 8, 4, 4, 1.0, 6000),
-    Case("azure", "traces/azure_conv_2023.csv", 2.0, 0.1, 4, 4, 6, 4.0, 8000),
+    Case("mooncake", "traces/mooncake_conversation.jsonl", 10.0, 0.1, 8, 4, 4, 1.0, 3000),
+    Case("azure", "traces/azure_conv_2023.csv", 2.0, 0.1, 4, 4, 6, 4.0, 6000),
 )
 
 
@@ -88,7 +88,7 @@ def run_case(case: Case, data: Path, rows: list[dict[str, str]], quick: bool) ->
     replayed = read_case(case, data, quick)
     worst = float("inf")
     for where, site in sites(case, rows):
-        results = {
+        results: dict[PolicyName, Result] = {
             policy: Replay(site, replayed, Routing(policy)).run()
             for policy in POLICIES
             if policy != "session"  # the traces know no sessions
@@ -104,7 +104,7 @@ def run_case(case: Case, data: Path, rows: list[dict[str, str]], quick: bool) ->
     return worst
 
 
-def _table(results: dict[str, Result], good: dict[str, float]) -> str:
+def _table(results: Mapping[PolicyName, Result], good: Mapping[PolicyName, float]) -> str:
     head = ("policy", "goodput/s", "TTFT p50 s", "p99 s", "hit rate", "busiest/mean", "local")
     rows = [
         (name, good[name], r.ttft(50), r.ttft(99), r.hit_rate, r.imbalance, r.local)

@@ -1,0 +1,53 @@
+"""Covers bench.replay: a made trace with shared prefixes through simulated workers, with one
+router and with several; the default against policies that go by one thing."""
+
+import pytest
+
+from bench.replay import Replay, Result, Site
+from pd_core import known_models
+from pd_core.estimate import LINKS
+from pd_router.routing import Routing
+from pd_sim import perf
+from pd_sim.trace import Request, Trace
+
+
+def site(routers: int) -> Site:
+    model = known_models.find("llama-3-8b")
+    assert model is not None
+    fast = perf.from_data_sheet(model, perf.GPUS["h100"], 1)
+    slow = perf.from_data_sheet(model, perf.GPUS["a100"], 1)
+    return Site((fast, slow), (fast, slow), LINKS["rdma-400g"], routers)
+
+
+def talks(count: int) -> Trace:
+    """Conversations of four turns, each longer by 1,024 tokens than the one before."""
+    requests = [
+        Request(
+            at_s=0.8 * talk + 12.0 * turn,
+            prompt_tokens=2048 + 1024 * turn,
+            output_tokens=100,
+            blocks=tuple(b"%d-%d" % (talk, block) for block in range(4 + 2 * turn)),
+        )
+        for talk in range(count)
+        for turn in range(4)
+    ]
+    return Trace(tuple(sorted(requests, key=lambda one: one.at_s)))
+
+
+def replay(policy: str, routers: int) -> Result:
+    return Replay(site(routers), talks(60), Routing(policy)).run()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("routers", [1, 4])
+def test_the_default_against_chance(routers: int) -> None:
+    default, chance = replay("cost", routers), replay("random", routers)
+    assert len(default.outcomes) == 240
+    assert all(one.tpot_s is not None for one in default.outcomes), "all end"
+    assert default.ttft(90) < chance.ttft(90)
+    assert default.hit_rate > chance.hit_rate
+    assert default.goodput(1.0, 0.1) >= chance.goodput(1.0, 0.1)
+
+
+def test_it_is_the_same_each_time() -> None:
+    first, second = replay("cost", 4), replay("cost", 4)
+    assert first.outcomes == second.outcomes
