@@ -9,7 +9,7 @@ CRD in crds/ has the same fields, defaults, bounds and rules.
 import re
 from collections.abc import Mapping
 
-from pd_operator import apiparts
+from pd_operator import apiparts, routerparts
 from pd_operator.apitypes import (
     Accelerator,
     Builtin,
@@ -279,9 +279,11 @@ def _scaling(node: Node | None) -> Scaling | None:
 
 def _router(node: Node) -> Router:
     router = Router(
-        node.integer("replicas", 1, 1, 100), apiparts.template(node.child("template"), "router")
+        node.integer("replicas", 1, 1, 100),
+        apiparts.template(node.child("template"), "router"),
+        routerparts.flags(node),
     )
-    node.not_yet("routing", "admission", "processes")
+    node.not_yet("processes")
     node.close()
     return router
 

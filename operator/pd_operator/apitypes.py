@@ -211,8 +211,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Router:
+    """`flags`: how it chooses workers and what it promises, where that isn't the default."""
+
     replicas: int
     template: Template
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             f"--admin=$(POD_IP):{ADMIN_PORT}",
             f"--control=$(POD_IP):{CONTROL_PORT}",
             f"--drain-timeout-s={cluster.rollout.drain_timeout_s:g}",
+            *cluster.router.flags,
         ],
         "env": podparts.env({HTTP_BIND_ENV: f"$(POD_IP):{HTTP_PORT}"}, template),
         "ports": podparts.container_ports(ROUTER_PORTS),

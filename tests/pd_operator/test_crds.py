@@ -121,7 +121,10 @@ def whole(scaled: bool) -> dict[str, Any]:
     target = {"target": "1s"}
     return {
         "slo": {"ttft": target, "tpot": target},
-        "router": {"template": template("router")},
+        "router": {
+            "template": template("router"),
+            "admission": {"classes": [{"name": "a", "ttft": "1s", "share": 0.5}], "limits": {}},
+        },
         "rollout": {},
         "budget": {"gpus": 100, "ratio": {"min": 0.1, "max": 10}},
         **({"prefill": pool, "decode": pool} if scaled else {"colocated": pool}),
@@ -175,6 +178,11 @@ _OWN_DEFAULTS = {
     "maxReplicas": "required",
     "target": "required",
     "builtin": "required",
+    "ttft": "no promise",
+    "tpot": "no promise",
+    "share": "none",
+    "requestsPerMinute": "no limit",
+    "tokensPerMinute": "no limit",
 }
 
 

@@ -1,0 +1,76 @@
+"""PURE. Reads how routers choose workers and what they promise, as their flags.
+
+What is left at its default makes no flag: an older router knows fewer of them.
+"""
+
+import json
+from typing import Any
+
+from pd_operator.fields import NAME_PATTERN, Node
+
+_POLICIES = ("cost", "random", "round_robin", "least_load", "prefix", "session")
+_MOST_PER_MINUTE = 1e9
+_LONGEST_GOAL_S = 600.0
+
+
+def flags(router: Node) -> tuple[str, ...]:
+    """The flags of `spec.router.routing` and `spec.router.admission`."""
+    return (*_routing(router.child_or_empty("routing")), *_admission(router))
+
+
+def _routing(node: Node) -> list[str]:
+    policy = node.choice("policy", "cost", _POLICIES)
+    disaggregate = node.choice("disaggregate", "auto", ("auto", "always", "never"))
+    limit = node.number("sessionKvLimit", 0.8, 0, 1)
+    trace = node.flag("trace", False)
+    node.close()
+    made = [
+        *([f"--policy={policy}"] if policy != "cost" else []),
+        *([f"--disaggregate={disaggregate}"] if disaggregate != "auto" else []),
+        *([f"--session-kv-limit={limit:g}"] if limit != 0.8 else []),
+    ]
+    return [*made, *(["--allow-trace"] if trace else [])]
+
+
+def _admission(router: Node) -> list[str]:
+    node = router.child_or_empty("admission")
+    classes = [_class(one) for one in node.children("classes")]
+    if sum(one.get("share", 0.0) for one in classes) > 1:
+        node.error("classes", "have shares of more than 1 together", "write smaller ones")
+    names = [one["name"] for one in classes]
+    if len(set(names)) < len(names):
+        node.error("classes", "have a name twice", "write another name")
+    limits = _limits(node.child_or_empty("limits"))
+    header = node.flag("classHeader", False)
+    node.close()
+    made = []
+    if classes or limits:
+        document = {"classes": classes, "limits": limits}
+        made.append(f"--admission={json.dumps(document, sort_keys=True, separators=(',', ':'))}")
+    return [*made, *(["--class-header"] if header else [])]
+
+
+def _class(node: Node) -> dict[str, Any]:
+    node.required("name", "a name, such as name: interactive")
+    found: dict[str, Any] = {
+        "name": node.text("name", NAME_PATTERN, "lower-case letters, digits and dashes", 63),
+        "priority": node.integer("priority", 0, -1000, 1000),
+    }
+    for goal in ("ttft", "tpot"):
+        seconds = node.duration(goal, 0.0, 0.001, _LONGEST_GOAL_S)
+        if seconds:
+            found[goal] = seconds
+    if node.has("share"):
+        found["share"] = node.number("share", 0.0, 0, 1)
+    node.close()
+    return found
+
+
+def _limits(node: Node) -> dict[str, float]:
+    found = {}
+    for name in ("requestsPerMinute", "tokensPerMinute"):
+        if rate := node.number(name, 0.0, 0, _MOST_PER_MINUTE):
+            found[name] = rate
+    burst_s = node.duration("burst", 60.0, 1.0, 3600.0)
+    node.close()
+    return found | {"burstSeconds": burst_s} if found else {}

@@ -1,0 +1,64 @@
+"""Covers pd_operator.routerparts: routing and admission as flags, which the router reads."""
+
+from typing import Any
+
+import pytest
+
+from pd_operator import api
+from pd_operator.podspec import router_template
+from pd_router import settings as router_settings
+from tests.pd_operator.objects import SETTINGS, document
+
+
+def flags(**spec: Any) -> tuple[str, ...]:
+    return api.parse(document(**{f"spec.router.{k}": v for k, v in spec.items()})).router.flags
+
+
+def test_defaults_make_no_flags() -> None:
+    assert flags() == ()
+    assert flags(routing={"policy": "cost", "sessionKvLimit": 0.8}, admission={}) == ()
+
+
+def test_the_router_reads_what_is_written() -> None:
+    written = {
+        "routing": {"policy": "prefix", "disaggregate": "never", "sessionKvLimit": 0.5},
+        "admission": {
+            "classHeader": True,
+            "classes": [{"name": "std"}, {"name": "vip", "priority": 9, "ttft": "500ms"}],
+            "limits": {"requestsPerMinute": 60, "burst": "5s"},
+        },
+    }
+    cluster = api.parse(document(**{f"spec.router.{k}": v for k, v in written.items()}))
+    template = router_template(cluster, SETTINGS)
+    [container] = template["spec"]["containers"]
+    given = [one for one in container["args"] if "$(" not in one]
+    places = ["--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    read = router_settings.parse([*given, *places])
+    assert (read.routing.policy, read.routing.disaggregate) == ("prefix", "never")
+    assert read.routing.session_kv_limit == 0.5
+    assert read.class_header
+    vip = read.promises.named("vip")
+    assert vip is not None
+    assert (vip.priority, vip.ttft_s, vip.tpot_s) == (9, 0.5, None)
+    assert read.promises.limit.requests_per_minute == 60
+    assert read.promises.limit.burst_s == 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ({"routing": {"policy": "best"}}, "spec.router.routing.policy"),
+        ({"routing": {"polcy": "cost"}}, "did you mean policy"),
+        ({"admission": {"classes": [{}]}}, "spec.router.admission.classes[0].name"),
+        (
+            {"admission": {"classes": [{"name": "a", "share": 0.7}, {"name": "b", "share": 0.7}]}},
+            "more than 1 together",
+        ),
+        ({"admission": {"classes": [{"name": "a"}, {"name": "a"}]}}, "a name twice"),
+        ({"admission": {"limits": {"requestsPerMinute": 0}}}, "requestsPerMinute"),
+    ],
+)
+def test_what_is_wrong_is_told(spec: dict[str, Any], says: str) -> None:
+    with pytest.raises(api.InvalidCluster) as caught:
+        flags(**spec)
+    assert says in str(caught.value)
