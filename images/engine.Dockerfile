@@ -1,7 +1,7 @@
 # The engine: docker build -f images/engine.Dockerfile .
-# Of BASE only Python (3.11 or newer, with venv) is used. torch brings CUDA's libraries along:
-# the image has about 7 GB. `--target thin` leaves all packages out; they are then mounted at
-# /opt/pdcluster/packages, from the same minor version of Python.
+# Of BASE (Debian) only apt and Python (3.11 or newer, with venv) are used. torch brings CUDA's
+# libraries along: the image has about 7 GB. `--target thin` leaves all packages out; they are
+# then mounted at /opt/pdcluster/packages, from the same minor version of Python.
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS packages
@@ -18,14 +18,28 @@ RUN python3 -m venv /build/venv \
  && rm -rf /opt/pdcluster/packages/bin \
  && { python3 -m compileall -qq --invalidation-mode unchecked-hash /opt/pdcluster/packages || :; }
 
+FROM ${BASE} AS attention
+RUN apt-get update -qq \
+ && apt-get install -qq --yes --no-install-recommends g++ > /dev/null \
+ && rm -rf /var/lib/apt/lists/*
+COPY runtime/pd_engine/__init__.py /opt/pdcluster/lib/pd_engine/
+COPY runtime/pd_engine/attention/__init__.py runtime/pd_engine/attention/build.py \
+     /opt/pdcluster/lib/pd_engine/attention/
+COPY runtime/pd_engine/attention/csrc /opt/pdcluster/lib/pd_engine/attention/csrc
+RUN PYTHONPATH=/opt/pdcluster/lib python3 -m pd_engine.attention.build
+
 FROM ${BASE} AS code
 COPY proto/pd_proto /opt/pdcluster/lib/pd_proto
 COPY runtime/pd_core /opt/pdcluster/lib/pd_core
 COPY runtime/pd_engine /opt/pdcluster/lib/pd_engine
-RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/pdcluster
+COPY --from=attention /opt/pdcluster/lib/pd_engine/attention/built \
+     /opt/pdcluster/lib/pd_engine/attention/built
+RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/pdcluster/lib
 
 FROM ${BASE} AS thin
-RUN rm -rf /usr/share/python-wheels /usr/lib/python3*/ensurepip \
+RUN apt-get update -qq \
+ && apt-get install -qq --yes --no-install-recommends libgomp1 > /dev/null \
+ && rm -rf /var/lib/apt/lists/* /usr/share/python-wheels /usr/lib/python3*/ensurepip \
       /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip* \
       /usr/local/bin/pip* \
  && echo 'pdcluster:x:65532:65532::/home/pdcluster:/usr/sbin/nologin' >> /etc/passwd \

@@ -29,6 +29,7 @@ from e2e.cluster.layout import DEFAULT_NAME, Layout
 ROOT = Path(__file__).resolve().parents[2]
 RUN_ROOT = Path("/run/pdcluster-images")
 BUILD_DEADLINE_S = 1800
+MANY_LAYERS = 400
 REFERENCE = "pdcluster.test/{name}:dev"
 BASE_PACKAGES = ("ca-certificates", "python3", "python3-venv")
 _UNWANTED = ("usr/share/doc", "usr/share/man", "usr/share/locale", "var/cache/apt")
@@ -131,6 +132,8 @@ def _alone() -> Iterator[None]:
             yield
         finally:
             _buildah_run("rm", "--all")  # what a build that failed left, and has mounted
+            if len(_buildah_run("images", "--all", "--quiet").stdout.split()) > MANY_LAYERS:
+                _buildah_run("rmi", "--prune", "--force")  # of sources that are history
 
 
 # ---- the base -----------------------------------------------------------------------
