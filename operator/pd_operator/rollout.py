@@ -131,6 +131,12 @@ class _Step:
         limit = self.desired.pending_timeout_s
         return [] if item is None else [pod for pod in item.pods if self._homeless_s(pod) >= limit]
 
+    def is_crowded(self) -> bool:
+        """Whether a pool that rolls has such pods."""
+        return any(
+            self.stranded(self.current(pool)) for pool in self.desired.pools if self.old_sets(pool)
+        )
+
     def _homeless_s(self, pod: PodView) -> float:
         if not pod.homeless or not pod.created or self._now is None:
             return -1.0
@@ -241,16 +247,6 @@ def _roll(
     pool: DesiredPool, current: SetView | None, old: SetView, step: _Step
 ) -> Iterator[Operation]:
     desired = step.desired
-    now = current.replicas if current else 0
-    # Broken pods of the old revision must not block the fix: they take no room from it.
-    broken = sum(pod.problem is not None and not pod.serves for pod in old.pods)
-    room = pool.replicas + desired.max_surge - (_pods(old) - broken)
-    wanted = max(min(now, pool.replicas), min(pool.replicas, room))
-    if current is not None and wanted < now:
-        wanted = _scale_in(current, wanted, min(wanted, current.serving))
-    wanted = step.grow(pool, now, wanted)
-    yield from _apply_set(pool, current, wanted, step.observed)
-
     stranded = step.stranded(current)
     replaced = step.replaced(pool)
     unavailable = max(desired.max_unavailable, 1 if stranded else 0)
@@ -258,13 +254,29 @@ def _roll(
     if pool.replicas and not replaced and (desired.max_surge or stranded):
         floor = max(1, floor)
     kept = _scale_in(old, min(floor, old.replicas), min(floor, old.serving))
+
+    now = current.replicas if current else 0
+    # Broken pods of the old revision must not block the fix: they take no room from it.
+    broken = sum(pod.problem is not None and not pod.serves for pod in old.pods)
+    room = pool.replicas + desired.max_surge - (_pods(old) - broken)
+    wanted = max(min(now, pool.replicas), min(pool.replicas, room))
+    needed = min(wanted, current.serving) if current else 0
+    if step.is_crowded():
+        # Nothing beyond the replicas while somebody waits: it may be what keeps him waiting.
+        wanted = min(wanted, max(1, pool.replicas - kept))
+        needed = min(needed, max(0, pool.replicas - unavailable - old.serving))
+    if current is not None and wanted < now:
+        wanted = _scale_in(current, wanted, needed)
+    wanted = step.grow(pool, now, wanted)
+    yield from _apply_set(pool, current, wanted, step.observed)
+
     if kept < old.replicas:
         yield Scale(Ref("StatefulSet", old.name), kept)
     elif not old.replicas:
         yield from _drain(old, step.observed)
     elif len(old.pods) > old.replicas or not pool.replicas:
         pass  # one is on its way out, and makes room
-    elif stranded:
+    elif stranded and wanted >= now:
         step.blocked = step.blocked or _why_stranded(pool, stranded, desired)
     elif wanted == now == 0:
         step.blocked = step.blocked or _why_blocked(pool, desired)
