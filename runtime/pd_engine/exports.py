@@ -21,6 +21,9 @@ from pd_engine.transfer import (
 )
 from pd_engine.types import RequestKey, TokenOut
 
+SHM_FRAMES = 4
+"""So many times as large are frames by shared memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -31,6 +34,11 @@ class Target:
     grant: bytes
     prefix_tokens: int = 0  # whole blocks
     transports: tuple[str, ...] = ("tcp",)  # to try, in order
+
+    @property
+    def by_memory(self) -> bool:
+        """Frames carry no bytes then, so that larger ones cost less and delay nothing."""
+        return self.transports[0] == "shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,12 +377,13 @@ class Exports:
             end += 1
         grows = end in layers and export.sent[end] == sent
         blocks = min(export.ready[start:end]) - sent
-        if grows and (end - start) * blocks * self._layout.layer_bytes < self._limits.frame_bytes:
+        frame_bytes = self._limits.frame_bytes * (SHM_FRAMES if export.target.by_memory else 1)
+        if grows and (end - start) * blocks * self._layout.layer_bytes < frame_bytes:
             return None
-        count = self._layers_a_frame(end - start)
+        count = self._layers_a_frame(end - start, frame_bytes)
         ready = min(export.ready[start : start + count])
         slice_bytes = count * self._layout.layer_bytes
-        fit = max(1, self._limits.frame_bytes // slice_bytes)
+        fit = max(1, frame_bytes // slice_bytes)
         blocks = min(ready - sent, fit)
         return PushJob(
             KvRange(start, count, sent, blocks),
@@ -382,9 +391,9 @@ class Exports:
             blocks * slice_bytes,
         )
 
-    def _layers_a_frame(self, layers: int) -> int:
+    def _layers_a_frame(self, layers: int, frame_bytes: int) -> int:
         """All layers of a block if they fit into a frame, else even parts of them."""
-        most = max(1, self._limits.frame_bytes // self._layout.layer_bytes)
+        most = max(1, frame_bytes // self._layout.layer_bytes)
         frames = -(-layers // most)
         return -(-layers // frames)
 

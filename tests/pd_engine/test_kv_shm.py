@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from pd_core.failures import FailureKind
 from pd_engine.kv import shm
@@ -110,9 +111,9 @@ def test_memory_that_changes_under_the_copy_fails_closed(
     """As when the sender gave its blocks away before the target had read them."""
     real = shm.copy
 
-    def late(source: Any, target: Any) -> int:
+    def late(source: Any, target: Any, hasher: Any) -> Iterator[None]:
         prefill.pool[:] = bytes(len(prefill.pool))
-        return real(source, target)
+        return real(source, target, hasher)
 
     prefill: Any = None
     monkeypatch.setattr(shm, "copy", late)
@@ -136,8 +137,12 @@ def test_pieces_that_differ_on_both_sides() -> None:
     view = memoryview(data)
     target = bytearray(1000)
     into = memoryview(target)
-    shm.copy([view[:1], view[1:300], view[300:]], [into[:500], into[500:501], into[501:]])
+    hasher = xxhash.xxh3_64()
+    pieces = [into[:500], into[500:501], into[501:]]
+    for _ in shm.copy([view[:1], view[1:300], view[300:]], pieces, hasher):
+        pass
     assert bytes(target) == data
+    assert hasher.intdigest() == xxhash.xxh3_64(data).intdigest()
 
 
 @pytest.mark.parametrize("what", ["no pool", "not sealed", "no descriptor", "odd size"])

@@ -15,7 +15,7 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import xxhash
 
@@ -28,6 +28,7 @@ from pd_engine.transfer import PushHead
 _MARK = b"\0"  # one byte, to carry the descriptor
 _PIECE_BYTES = 256 * 1024
 """Copied, then hashed while it is still in the core's cache."""
+_PAUSE_BYTES = 1 << 20
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _UCRED = struct.Struct("3i")
 
@@ -132,19 +133,24 @@ class ShmTaker:
             source = self._memory.slices(head.source_blocks, r.layer_start, r.layer_count)
         except IndexError as e:
             raise frames.FrameError(f"a push from where no pool is: {e}") from e
-        checksum = copy(source, slices)
-        progress()
-        return checksum
+        hasher = xxhash.xxh3_64()
+        for _ in copy(source, slices, hasher):
+            progress()
+            await asyncio.sleep(0)  # others have their turn
+        return hasher.intdigest()
 
     def close(self) -> None:
         self._memory = None
 
 
-def copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> int:
-    """Bytes in order, whatever the pieces on both sides are; returns xxh3_64 of the target's."""
-    hasher = xxhash.xxh3_64()
+def copy(
+    source: Sequence[memoryview], target: Sequence[memoryview], hasher: "xxhash.xxh3_64"
+) -> Iterator[None]:
+    """Bytes in order, whatever the pieces on both sides are, and through the hasher as the
+    target has them. Pauses now and then."""
     pieces = iter(source)
     left = memoryview(b"")
+    since = 0
     for whole in target:
         done = 0
         while done < len(whole):
@@ -156,7 +162,10 @@ def copy(source: Sequence[memoryview], target: Sequence[memoryview]) -> int:
             hasher.update(into)
             left = left[size:]
             done += size
-    return hasher.intdigest()
+            since += size
+            if since >= _PAUSE_BYTES:
+                since = 0
+                yield
 
 
 def _name(epoch: str) -> str:
