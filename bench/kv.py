@@ -174,7 +174,8 @@ def handovers(count: int) -> list[float]:
     time and a prompt of one block, over the engines' own cores and planes."""
     from bench.kv_handover import run
 
-    return uvloop.run(run(count))
+    found: list[float] = uvloop.run(run(count))
+    return found
 
 
 def main(quick: bool) -> None:

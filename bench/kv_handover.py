@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 from pd_proto.v1 import engine_pb2 as pb
 from tests.pd_engine.test_core import Engine
@@ -27,7 +28,7 @@ async def run(count: int) -> list[float]:
 
 
 async def _once(prefill: Engine, decode: Engine, number: int, prompt: list[int]) -> float:
-    attempt = {
+    attempt: dict[str, Any] = {
         "handle": number,
         "id": pb.TransferId(request=f"r{number}", attempt=1),
         "token_ids": prompt,

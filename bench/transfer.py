@@ -131,7 +131,7 @@ _numbers = iter(range(1, 1_000_000))
 async def hand_over(prefill: Engine, decode: Engine, length: int) -> Handed:
     number = next(_numbers)
     tokens = [(number * 7919 + at * 31) % 40000 + 100 for at in range(length)]
-    attempt = {
+    attempt: dict[str, Any] = {
         "handle": number,
         "id": pb.TransferId(request=f"r{number}", attempt=1),
         "token_ids": tokens,
