@@ -5,6 +5,7 @@ import itertools
 import logging
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,9 +93,12 @@ class Sessions:
         config: WalkConfig | None = None,
         hooks: MetricsHooks | None = None,
         routing: Routing | None = None,
+        draw: Callable[[], int] = lambda: random.getrandbits(48),
     ) -> None:
+        """`draw`: chance, for policies that need some."""
         self.workers = workers
         self.routing = routing or Routing()
+        self._draw = draw
         self._choices = itertools.count()
         self._looking: asyncio.TimerHandle | None = None
         self.admission = admission or Admission()
@@ -132,7 +136,7 @@ class Sessions:
 
     def chance(self) -> Chance:
         """For one choice of workers."""
-        return Chance(random.getrandbits(48), next(self._choices), self.workers.routers)
+        return Chance(self._draw(), next(self._choices), self.workers.routers)
 
     def counts(self) -> SessionCounts:
         return SessionCounts(self.admission.running, self.admission.queued)
