@@ -92,6 +92,8 @@ def check_supported(cluster: Cluster, settings: Settings) -> None:
         errors.append(FieldError("spec.model.source.hostPath", problem, remedy))
     if cluster.transport not in settings.transports:
         problem = f"is {cluster.transport}, which the engine doesn't have yet"
+        if cluster.transport == "shm":
+            problem = "is shm, and pods share no memory"
         remedy = f"write {' or '.join(settings.transports)}"
         errors.append(FieldError("spec.kvTransfer.transport", problem, remedy))
     if errors:

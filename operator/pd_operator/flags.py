@@ -87,6 +87,7 @@ def _settings(found: argparse.Namespace) -> Settings:
         engine_image=found.engine_image or defaults.engine_image,
         router_image=found.router_image or defaults.router_image,
         host_paths=False,  # `restricted` pods can't mount them
+        transports=("auto", "tcp"),  # pods share no memory
     )
     try:
         return rendering.parse(found.rendering, base)

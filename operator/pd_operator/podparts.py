@@ -51,7 +51,7 @@ class Settings:
     router_command: tuple[str, ...] = ("python", "-m", "pd_router")
     convert_command: tuple[str, ...] = ("python", "-m", "pd_engine.convert")
     host_paths: bool = True
-    transports: tuple[str, ...] = ("auto", "tcp")
+    transports: tuple[str, ...] = ("auto", "tcp", "shm")
     rdma_resource: str = "rdma/ib"
     network_policies: bool = True
     operators: tuple[Peer, ...] = ()

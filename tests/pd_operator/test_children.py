@@ -224,7 +224,7 @@ def test_volumes_of_the_user_are_mounted() -> None:
         (
             {"spec.kvTransfer.transport": "nixl"},
             "spec.kvTransfer.transport: is nixl, which the engine doesn't have yet; write auto "
-            "or tcp",
+            "or tcp or shm",
         ),
     ],
 )
