@@ -43,7 +43,7 @@ class Kube:
         self.api = Api(self.kubeconfig)
 
     def kubectl(self, *arguments: str, input: str | None = None) -> str:
-        """What kubectl prints; CalledProcessError, with what it says, when it fails."""
+        """What kubectl prints; ClusterError, with what it says, when it fails."""
         done = subprocess.run(
             [kubectl(), "--kubeconfig", str(self.kubeconfig), *arguments],
             input=input,
@@ -53,8 +53,7 @@ class Kube:
             check=False,
         )
         if done.returncode != 0:
-            said = f"kubectl {' '.join(arguments)}: {done.stderr.strip()}"
-            raise ClusterError(said)
+            raise ClusterError(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
         return done.stdout
 
     def service_account(
