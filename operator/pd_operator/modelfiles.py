@@ -86,13 +86,22 @@ def _made(
     env: Sequence[Manifest] = (),
     mounts: Sequence[Manifest] = (),
 ) -> ModelFiles:
-    """A model that an init container converts or fetches into the models' volume."""
+    """A model that an init container converts or fetches into the models' volume.
+
+    It runs the engine's image, so what the user mounts into that one, or sets there (a
+    proxy, say), is for it as well.
+    """
     path = f"{MODELS_DIR}/{folder}"
     fields = {
         "command": list(settings.convert_command),
         "args": [*args, f"--out={path}"],
-        "env": [*podparts.env({"TOKENIZERS_PARALLELISM": "false"}, Template()), *env],
-        "volumeMounts": [*podparts.SCRATCH_MOUNTS, _MODELS_MOUNT, *mounts],
+        "env": [*podparts.env({"TOKENIZERS_PARALLELISM": "false"}, template), *env],
+        "volumeMounts": [
+            *podparts.SCRATCH_MOUNTS,
+            _MODELS_MOUNT,
+            *mounts,
+            *podparts.own_mounts(template),
+        ],
     }
     container = podparts.container("model", image, template, fields)
     return ModelFiles(path, (container,), (_MODELS,), (_MODELS_MOUNT,))

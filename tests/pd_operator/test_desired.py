@@ -278,6 +278,28 @@ def test_template_overrides_are_merged() -> None:
     assert pod["initContainers"][0]["image"] == "engine:2"
 
 
+def test_who_converts_the_model_has_the_users_mounts_and_environment() -> None:
+    """It runs the engine's image: what that one needs, it needs too."""
+    mounts = [{"name": "cas", "mountPath": "/cas", "readOnly": True}]
+    overrides = {
+        "spec": {
+            "volumes": [{"name": "cas", "persistentVolumeClaim": {"claimName": "cas"}}],
+            "containers": [
+                {
+                    "name": "engine",
+                    "volumeMounts": mounts,
+                    "env": [{"name": "HTTPS_PROXY", "value": "http://proxy:1"}],
+                }
+            ],
+        }
+    }
+    made = rendered(cluster(**{"spec.decode.template": overrides}))
+    pod = template(pool_set(made, Role.DECODE))
+    for container in (pod["initContainers"][0], pod["containers"][0]):
+        assert mounts[0] in container["volumeMounts"]
+        assert overrides["spec"]["containers"][0]["env"][0] in container["env"]
+
+
 def source(**value: Any) -> tuple[Manifest, Manifest | None]:
     """(pod spec, its init container) of a worker with this model source."""
     made = rendered(cluster(**{"spec.model.source": value}))
