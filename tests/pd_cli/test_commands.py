@@ -23,7 +23,9 @@ def cli(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", ["up", "status", "validate", "down", "logs", "quickstart"])
+@pytest.mark.parametrize(
+    "command", ["up", "status", "validate", "down", "logs", "quickstart", "estimate"]
+)
 def test_help(command: str) -> None:
     code, said = cli(command, "--help")
     assert code == 0
