@@ -1,18 +1,16 @@
-"""PURE. Objects that have a name which a PDCluster needs, and aren't its own.
+"""PURE. What keeps a PDCluster from getting an object: its name is taken, or it is refused.
 
-They are never taken over: a force-apply would, silently, and with them whatever depends on
-them. They are reported, and made as soon as the name is free.
+Foreign objects are never taken over: a force-apply would, silently, and with them whatever
+depends on them. They are reported, and ours are made as soon as the name is free.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from pd_operator.api import KIND
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
-
-REASON = "NameTaken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +19,28 @@ class Taken:
 
     ref: Ref
     by_predecessor: bool
+    reason: ClassVar[str] = "NameTaken"
 
     def __str__(self) -> str:
         name = f"{self.ref.kind} {self.ref.name}"
         if self.by_predecessor:
             return f"{name} of an earlier PDCluster of this name is still being deleted"
         return f"{name} exists and isn't ours; delete it, or name this PDCluster differently"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The API server doesn't take it: a rule, a quota, a missing right."""
+
+    ref: Ref
+    message: str
+    reason: ClassVar[str] = "Refused"
+
+    def __str__(self) -> str:
+        return f"{self.ref.kind} {self.ref.name} is refused: {self.message}"
+
+
+Obstacle = Taken | Refused
 
 
 class NameTaken(Exception):
@@ -59,13 +73,13 @@ def _controller(item: Manifest) -> Mapping[str, Any]:
     return {}
 
 
-def with_taken(
-    status: Mapping[str, Any], taken: Sequence[Taken], previous: Mapping[str, Any], now: str
+def with_obstacles(
+    status: Mapping[str, Any], found: Sequence[Obstacle], previous: Mapping[str, Any], now: str
 ) -> dict[str, Any]:
-    """The status of a PDCluster that lacks objects since their names are taken."""
-    if not taken:
+    """The status of a PDCluster that lacks objects."""
+    if not found:
         return dict(status)
-    message = "; ".join(str(one) for one in taken)
+    message = "; ".join(str(one) for one in found)
     before = {one["type"]: one for one in previous.get("conditions", [])}
     conditions = []
     for one in status["conditions"]:
@@ -74,6 +88,6 @@ def with_taken(
             continue
         old = before.get(one["type"])
         since = old["lastTransitionTime"] if old and old["status"] == "False" else now
-        changed = {"status": "False", "reason": REASON, "message": message}
+        changed = {"status": "False", "reason": found[0].reason, "message": message}
         conditions.append({**one, **changed, "lastTransitionTime": since})
     return {**status, "conditions": conditions}

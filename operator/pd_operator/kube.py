@@ -342,7 +342,7 @@ class ApiTransport:
                 async for line in _lines(answer.content):
                     yield line
             finally:
-                answer.close()
+                _abort(answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise apierrors.Unavailable(_why(error, SILENCE_S)) from error
 
@@ -366,6 +366,14 @@ class ApiTransport:
         )
         response: aiohttp.ClientResponse = answer.response
         return response
+
+
+def _abort(answer: aiohttp.ClientResponse) -> None:
+    """Ends a stream at once: TLS's good-byes would outlive the loop."""
+    connection = answer.connection
+    if connection is not None and connection.transport is not None:
+        connection.transport.abort()
+    answer.close()
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

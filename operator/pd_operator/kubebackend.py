@@ -40,8 +40,8 @@ class KubeBackend:
 
     async def apply(self, key: Key, manifest: Manifest) -> None:
         """Raises NameTaken when an object of that name isn't this PDCluster's."""
-        resource = BY_KIND[manifest["kind"]]
-        held = self._informer.get(resource.kind, key.namespace, manifest["metadata"]["name"])
+        resource, metadata = BY_KIND[manifest["kind"]], manifest["metadata"]
+        held = self._informer.get(resource.kind, key.namespace, metadata["name"])
         uid = conflicts.controller_uid(manifest)
         if held is None:
             await self._create(key, manifest, uid)
@@ -49,7 +49,15 @@ class KubeBackend:
         if not conflicts.is_owned(held, uid):
             raise NameTaken(_taken(held))
         body = _with_metadata(manifest, _preconditions(held))
-        self._informer.wrote(resource.kind, await self._kube.apply(resource, body))
+        try:
+            made = await self._kube.apply(resource, body)
+        except apierrors.Invalid:
+            made = held
+        if made["metadata"]["resourceVersion"] == held["metadata"]["resourceVersion"]:
+            # An apply can't take away what others put into our lists, such as a port.
+            change = {"metadata": _preconditions(held), **_content(manifest)}
+            made = await self._kube.patch(resource, key.namespace, metadata["name"], change)
+        self._informer.wrote(resource.kind, made)
 
     async def _create(self, key: Key, manifest: Manifest, uid: str) -> None:
         resource = BY_KIND[manifest["kind"]]
@@ -157,6 +165,10 @@ def _taken(item: Manifest) -> Taken:
 def _preconditions(held: Manifest) -> dict[str, str]:
     metadata = held["metadata"]
     return {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+
+
+def _content(manifest: Manifest) -> Manifest:
+    return {k: v for k, v in manifest.items() if k not in ("apiVersion", "kind", "metadata")}
 
 
 def _with_metadata(manifest: Manifest, fields: dict[str, str]) -> Manifest:

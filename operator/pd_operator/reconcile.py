@@ -7,9 +7,20 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from pd_operator import api, conflicts, desired, notices, pins, replicas, rollout, samples, status
+from pd_operator import (
+    api,
+    apierrors,
+    conflicts,
+    desired,
+    notices,
+    pins,
+    replicas,
+    rollout,
+    samples,
+    status,
+)
 from pd_operator.api import Cluster, Role
-from pd_operator.conflicts import NameTaken, Taken
+from pd_operator.conflicts import NameTaken, Obstacle, Refused
 from pd_operator.desired import Desired
 from pd_operator.keys import Key
 from pd_operator.measured import Samples
@@ -28,7 +39,7 @@ RESYNC_S = 600.0
 """How often an object is looked at without any event. Watches tell of everything that
 changes, so this is for what no watch tells, and against our own errors."""
 RETRY_S = 60.0
-"""How often we look whether a name that was taken is free."""
+"""How often we look whether what was in the way still is."""
 SOON_S = 1.0
 """When to go on with what MAX_ROUNDS didn't end."""
 MAX_ROUNDS = 3
@@ -100,11 +111,13 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What was seen at last, the plan for it, and the names that others have."""
+    """What was seen at last, the plan for it, and what couldn't be done. `in_vain`: what
+    was done changed nothing, since somebody else undoes it."""
 
     seen: Observed
     plan: rollout.Plan
-    taken: tuple[Taken, ...]
+    obstacles: tuple[Obstacle, ...]
+    in_vain: bool = False
 
 
 class Reconciler:
@@ -159,7 +172,7 @@ class Reconciler:
         previous, now = world.document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
-        new = conflicts.with_taken(new, done.taken, previous, now)
+        new = conflicts.with_obstacles(new, done.obstacles, previous, now)
         await self._write_status(key, world.document, new)
         return self._look_again_s(cluster, done)
 
@@ -206,29 +219,38 @@ class Reconciler:
         return await self._read_samples(addresses) if addresses else Samples()
 
     async def _carry_out(self, key: Key, wanted: Desired, world: World) -> _Done:
-        """Plans and applies until there is nothing more to do now."""
+        """Plans and applies until there is nothing more to do now, or nothing that helps."""
+        before: tuple[rollout.Operation, ...] = ()
+        found: list[Obstacle] = []
         for _ in range(MAX_ROUNDS):
             seen = observe(world.children)
             plan = rollout.plan(_available(wanted, world.absent), seen, self._clock())
-            taken = await self._perform_all(key, plan.operations)
-            if not plan.operations or taken:
+            if not plan.operations or plan.operations == before or found:
                 break
+            found = await self._perform_all(key, plan.operations)
+            before = plan.operations
             world = await self._backend.observe(key)
-        return _Done(seen, plan, tuple(taken))
+        in_vain = plan.operations != () and plan.operations == before
+        return _Done(seen, plan, tuple(found), in_vain)
 
-    async def _perform_all(self, key: Key, operations: Iterable[rollout.Operation]) -> list[Taken]:
-        """The names that others have; every operation that can be made is made."""
-        taken = []
+    async def _perform_all(
+        self, key: Key, operations: Iterable[rollout.Operation]
+    ) -> list[Obstacle]:
+        """What is in the way; every operation that can be made is made."""
+        found: list[Obstacle] = []
         for operation in operations:
             try:
                 await self._perform(key, operation)
             except NameTaken as error:
-                log.warning("cluster=%s/%s: %s", *key, error)
-                taken.append(error.taken)
+                found.append(error.taken)
+            except (apierrors.Invalid, apierrors.Forbidden) as error:
+                found.append(Refused(operation.ref, str(error)))
             else:
                 log.info("cluster=%s/%s operation=%s", *key, describe(operation))
                 self._listener.operation(key, operation)
-        return taken
+        for one in found:
+            log.warning("cluster=%s/%s: %s", *key, one)
+        return found
 
     async def _perform(self, key: Key, operation: rollout.Operation) -> None:
         match operation:
@@ -262,7 +284,7 @@ class Reconciler:
         self._listener.notices(document, notices.of_change(old, new))
 
     def _look_again_s(self, cluster: Cluster, done: _Done) -> float:
-        if done.taken:
+        if done.obstacles or done.in_vain:
             return RETRY_S
         if done.plan.operations:
             return SOON_S

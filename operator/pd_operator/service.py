@@ -121,7 +121,7 @@ class Operator(Listener):
                 group.create_task(self._informer.run())
                 group.create_task(self._recorder.run())
                 await self._informer.settled()
-                log.info("listed objects=%d clusters=%d", len(self._informer), len(self._keys()))
+                log.info("listed objects=%d clusters=%d", len(self._informer), len(self.known()))
                 self._working = True
                 self._touched(PDCLUSTER, None)
                 group.create_task(self._queue.run(self._options.runners))
@@ -150,7 +150,7 @@ class Operator(Listener):
     def _touched(self, resource: Resource, keys: Iterable[Key] | None) -> None:
         if not self._working:
             return  # all keys are queued once everything has been listed
-        for key in self._keys() if keys is None else keys:
+        for key in self.known() if keys is None else keys:
             if resource is PDCLUSTER:
                 self._queue.add(key)
             else:
@@ -158,9 +158,10 @@ class Operator(Listener):
 
     def _territory_changed(self, namespaces: Iterable[str]) -> None:
         changed = set(namespaces)
-        self._touched(PDCLUSTER, [key for key in self._keys() if key.namespace in changed])
+        self._touched(PDCLUSTER, [key for key in self.known() if key.namespace in changed])
 
-    def _keys(self) -> list[Key]:
+    def known(self) -> list[Key]:
+        """The PDClusters that exist."""
         return self._informer.keys()
 
     # ---- work ---------------------------------------------------------------------
@@ -247,6 +248,6 @@ class Operator(Listener):
         show = self._metrics.show
         show("queue_depth", "PDClusters that wait for a look.", self._queue.depth)
         show("lease_held", "Whether this operator is the one that acts.", self.lease.holds)
-        show("clusters", "PDClusters that exist.", lambda: len(self._keys()))
+        show("clusters", "PDClusters that exist.", lambda: len(self.known()))
         show("objects", "Objects kept in memory.", lambda: len(self._informer))
         show("ready", "Whether /readyz says so.", lambda: not self.unready())

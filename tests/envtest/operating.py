@@ -5,16 +5,19 @@ import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pd_operator import kube
+from pd_operator import apierrors, kube
 from pd_operator.kube import Request, Response, Transport
 from pd_operator.leadership import Terms
 from pd_operator.metrics import Metrics
 from pd_operator.podparts import Manifest
 from pd_operator.resources import BY_KIND, CHILDREN, EVENT, LEASE, PDCLUSTER, POD
 from pd_operator.service import Operator, Options
+from tests.envtest import podstub
+from tests.envtest.podstub import PodStub
 
 _numbers = itertools.count(1)
 BUSY_TERMS = Terms(duration_s=60, deadline_s=50, period_s=10, timeout_s=8)
@@ -161,13 +164,21 @@ class Watching:
     async def edit(self, name: str, spec: dict[str, Any]) -> Manifest:
         return await self.api.patch(PDCLUSTER, self.namespace, name, {"spec": spec})
 
+    async def get(self, kind: str, name: str) -> Manifest:
+        return await self.api.get(BY_KIND[kind], self.namespace, name)
+
+    async def find(self, kind: str, name: str) -> Manifest | None:
+        try:
+            return await self.get(kind, name)
+        except apierrors.NotFound:
+            return None
+
     async def delete(self, kind: str, name: str) -> None:
-        resource = BY_KIND[kind]
-        found = await self.api.get(resource, self.namespace, name)
-        await self.api.delete(resource, self.namespace, name, uid=found["metadata"]["uid"])
+        found = await self.get(kind, name)
+        await self.api.delete(BY_KIND[kind], self.namespace, name, uid=found["metadata"]["uid"])
 
     async def until(
-        self, what: str, true: Callable[[], Awaitable[bool]], deadline_s: float = 60.0
+        self, what: str, true: Callable[[], Awaitable[bool]], deadline_s: float = 40.0
     ) -> None:
         """Polls: what is waited for is on a server, not in this process."""
         try:
@@ -178,7 +189,7 @@ class Watching:
             state = json.dumps([_brief(one) for one in await self.objects()], indent=1)
             raise AssertionError(f"not within {deadline_s:g} s: {what}\n{state}") from None
 
-    async def until_ready(self, name: str, deadline_s: float = 60.0) -> None:
+    async def until_ready(self, name: str, deadline_s: float = 40.0) -> None:
         """The status is about the present spec, and all of it is there and serves."""
 
         async def ready() -> bool:
@@ -186,11 +197,30 @@ class Watching:
 
         await self.until(f"{name} is ready", ready, deadline_s)
 
-    async def until_empty(self, deadline_s: float = 60.0) -> None:
+    async def until_condition(
+        self, name: str, kind: str, reason: str, deadline_s: float = 40.0
+    ) -> Manifest:
+        """The condition once it has that reason."""
+        found: Manifest = {}
+
+        async def there() -> bool:
+            found.clear()
+            found.update(condition(await self.cluster(name), kind))
+            return found.get("reason") == reason
+
+        await self.until(f"{name} is {kind}: {reason}", there, deadline_s)
+        return found
+
+    async def until_empty(self, deadline_s: float = 40.0) -> None:
         async def empty() -> bool:
             return not await self.objects()
 
         await self.until("nothing is left", empty, deadline_s)
+
+
+def condition(document: Manifest, kind: str) -> Manifest:
+    conditions = document.get("status", {}).get("conditions", [])
+    return next((one for one in conditions if one["type"] == kind), {})
 
 
 def is_settled(document: Manifest) -> bool:
@@ -257,3 +287,43 @@ def _brief(item: Manifest) -> dict[str, Any]:
             for one in status.get("conditions", [])
         ],
     }
+
+
+@dataclass
+class Scene:
+    """One namespace with pods by a stub, an operator at work, and somebody who looks on."""
+
+    there: Watching
+    stub: PodStub
+    operator: Operator
+    seam: Seam
+
+    def writes(self) -> list[str]:
+        """What the operator has written, in short."""
+        return [
+            f"{one.verb} {one.resource.kind} {one.path.rpartition('/')[2]}"
+            for one in self.seam.writes
+        ]
+
+
+@asynccontextmanager
+async def scene(kubeconfig: Path, namespace: str, **changes: Any) -> AsyncIterator[Scene]:
+    """`stub` gives options of the stub; the others are those of `operating`."""
+    stub_options = changes.pop("stub", {})
+    changes.setdefault("lease_namespace", namespace)
+    scope = "" if changes.pop("cluster_wide", False) else namespace
+    async with (
+        looking_on(kubeconfig, namespace) as there,
+        podstub.running(kubeconfig, namespace, **stub_options) as stub,
+        operating(kubeconfig, scope, **changes) as (operator, seam),
+    ):
+        yield Scene(there, stub, operator, seam)
+
+
+@asynccontextmanager
+async def looking_on(kubeconfig: Path, namespace: str) -> AsyncIterator[Watching]:
+    api = kube.Kube(await kube.connect(str(kubeconfig)))
+    try:
+        yield Watching(api, namespace)
+    finally:
+        await api.close()

@@ -57,6 +57,11 @@ class PodStub:
                 self._queue.add(key)
             group.create_task(self._queue.run(self._runners))
 
+    def collect(self) -> None:
+        """From now on owners' children go with them, those of owners of before, too."""
+        self._collects = True
+        self._touched(None, None)
+
     def _touched(self, _resource: object, keys: object) -> None:
         if self._settled:
             for key in self._informer.known() if keys is None else keys:  # type: ignore[attr-defined]
