@@ -228,9 +228,8 @@ def is_settled(document: Manifest) -> bool:
     conditions = {one["type"]: one for one in status.get("conditions", [])}
     if status.get("observedGeneration") != document["metadata"]["generation"]:
         return False
-    return (
-        conditions["Ready"]["status"] == "True" and conditions["Progressing"]["status"] == "False"
-    )
+    wanted = {"Ready": "True", "Progressing": "False"}
+    return all(conditions[kind]["status"] == status for kind, status in wanted.items())
 
 
 def normalised(objects: list[Manifest]) -> list[Manifest]:

@@ -47,7 +47,7 @@ class FakeRunner:
             (num_blocks, layout.layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim),
             dtype=np.float32,
         )
-        self.kv_buffer = memoryview(self._pool).cast("B")
+        self.kv_buffer = self._pool.data.cast("B")
         self.gate: threading.Semaphore | None = None
         self.started = threading.Event()
         self.fail_next: Exception | None = None

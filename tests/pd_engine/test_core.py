@@ -201,7 +201,8 @@ async def hand_over(p: Engine, d: Engine, request: pb.Generate) -> pb.Committed:
     granted = await d.event("granted", request.handle)
     p.send(prefill=prefill(request, granted))
     await p.event("prefilled", request.handle)
-    return await d.event("committed", request.handle)
+    committed: pb.Committed = await d.event("committed", request.handle)
+    return committed
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 23, 24, 25, 100])
