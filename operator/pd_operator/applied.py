@@ -46,8 +46,10 @@ def is_applied(manifest: Manifest, existing: Manifest | None) -> bool:
 
 def _is_within(wanted: object, found: object, name: str = "", whole: bool = False) -> bool:
     """Whether `found` has every field of `wanted`, and maybe more."""
-    if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(
+    if wanted == found:  # of most parts this is quickly said, and all there is to say
+        return True
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and all(
             key in found and _is_within(value, found[key], key, whole or key in _WHOLE)
             for key, value in wanted.items()
         )
@@ -59,7 +61,7 @@ def _is_within(wanted: object, found: object, name: str = "", whole: bool = Fals
         return len(wanted) == len(found) and all(
             _is_within(a, b, "", whole) for a, b in zip(wanted, found, strict=True)
         )
-    return wanted == found
+    return False
 
 
 def _has_items(wanted: Sequence[Manifest], found: Sequence[Manifest], keys: Sequence[str]) -> bool:

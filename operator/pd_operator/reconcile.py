@@ -120,6 +120,15 @@ class _Done:
     in_vain: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Calm:
+    """A look that found nothing to do: the next one needn't look closer at the same things."""
+
+    mark: tuple[object, ...]
+    at: datetime
+    again_s: float
+
+
 class Reconciler:
     """Brings what exists one step closer to what an object says, as often as it is called.
 
@@ -145,10 +154,12 @@ class Reconciler:
         self._clock = clock
         self._scaler = scaler or Scaler()
         self._written_at: dict[Key, datetime] = {}
+        self._calm: dict[Key, _Calm] = {}
 
     def forget(self, key: Key) -> None:
         """The object is gone."""
         self._written_at.pop(key, None)
+        self._calm.pop(key, None)
         self._scaler.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -158,12 +169,27 @@ class Reconciler:
         if world.document is None:
             self.forget(key)
             return None
+        mark, now = _mark(world, measured), self._clock()
+        calm = self._calm.get(key)
+        if calm is not None and calm.mark == mark and (now - calm.at).total_seconds() < RESYNC_S:
+            return calm.again_s
+        again_s, done = await self._look_closely(key, world, measured)
+        if done and mark is not None:
+            self._calm[key] = _Calm(mark, now, again_s)
+        else:
+            self._calm.pop(key, None)
+        return again_s
+
+    async def _look_closely(self, key: Key, world: World, measured: Samples) -> tuple[float, bool]:
+        """Seconds until the next look, and whether there was nothing to do, nor will be for
+        as long as nothing changes."""
+        assert world.document is not None
         try:
             cluster = api.parse(world.document)
             desired.check_supported(cluster, self._settings)
         except api.InvalidCluster as error:
             await self._write_invalid(key, world.document, error)
-            return RESYNC_S
+            return RESYNC_S, False
         sizes = await self._decide(key, cluster, world, measured)
         wanted = desired.render(cluster, sizes.replicas, self._settings)
         wanted = pins.keep(wanted, cluster, observe(world.children))
@@ -174,7 +200,8 @@ class Reconciler:
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
         new = conflicts.with_obstacles(new, done.obstacles, previous, now)
         await self._write_status(key, world.document, new)
-        return self._look_again_s(cluster, done)
+        still = not (done.plan.operations or done.plan.again_s or is_scaled(cluster))
+        return self._look_again_s(cluster, done), still and new == previous
 
     async def _decide(self, key: Key, cluster: Cluster, world: World, measured: Samples) -> _Sizes:
         """Written into the PDPools before anything follows from it: after a crash in between,
@@ -293,6 +320,16 @@ class Reconciler:
             return min(again_s, RESYNC_S)
         asked = cluster.slo.ttft or cluster.slo.tpot or is_scaled(cluster)
         return min(again_s, self._pace.sample_s if asked else self._pace.glance_s)
+
+
+def _mark(world: World, measured: Samples) -> tuple[object, ...] | None:
+    """What a look depends on, but for time; None where a backend doesn't tell versions."""
+    items = (world.document or {}, *world.children)
+    versions = [item.get("metadata", {}).get("resourceVersion") for item in items]
+    if None in versions:
+        return None
+    shown = [sorted(one.items()) for one in (measured.ttft, measured.tpot, measured.own_ttft)]
+    return tuple(versions), world.absent, str(shown)
 
 
 def _addresses(seen: Observed) -> list[str]:
