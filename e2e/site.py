@@ -5,15 +5,14 @@ through a claim on a volume that is a folder of the node.
 """
 
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e.cluster import build, images
+from e2e.cluster import build, claims, images
 from e2e.cluster.api import Api, Manifest, wait_for
 from e2e.cluster.envtest import Kube
 from e2e.cluster.errors import ClusterError
@@ -37,7 +36,6 @@ class Site:
 
     kube: Kube
     layout: Layout
-    _volumes: list[str] = field(default_factory=list)
 
     @property
     def api(self) -> Api:
@@ -73,10 +71,12 @@ class Site:
         labels = {"pod-security.kubernetes.io/enforce": "restricted"}
         metadata = {"name": name, "labels": labels}
         self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        volumes: list[str] = []
         try:
-            self._claim(name, PACKAGES, images.host_packages())
+            volumes.append(claims.claim(self.api, name, PACKAGES, images.host_packages()))
             if model is not None:
-                self._claim(name, MODEL, self._readable(model))
+                folder = claims.readable(model, self.layout.folder / "models" / model.name)
+                volumes.append(claims.claim(self.api, name, MODEL, folder))
             yield name
         finally:
             self.api.delete("v1", "Namespace", name)
@@ -85,46 +85,8 @@ class Site:
                 lambda: self.api.find("v1", "Namespace", name) is None,
                 GONE_DEADLINE_S,
             )
-            for volume in self._volumes:
+            for volume in volumes:
                 self.api.delete("v1", "PersistentVolume", volume)
-            self._volumes.clear()
-
-    def _readable(self, folder: Path) -> Path:
-        """A copy that pods may read: their user is nobody here."""
-        target = self.layout.folder / "models" / folder.name
-        if not target.is_dir():
-            shutil.copytree(folder, target)
-            for path in (target.parent, target, *target.rglob("*")):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-        return target
-
-    def _claim(self, namespace: str, name: str, folder: Path) -> None:
-        """A claim on this folder, and nothing else can take its volume."""
-        volume = f"{namespace}-{name}"
-        self._volumes.append(volume)
-        shared = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
-        size = {"storage": "1Gi"}
-        self.api.create(
-            {
-                "apiVersion": "v1",
-                "kind": "PersistentVolume",
-                "metadata": {"name": volume},
-                "spec": {
-                    **shared,
-                    "capacity": size,
-                    "claimRef": {"namespace": namespace, "name": name},
-                    "hostPath": {"path": str(folder), "type": "Directory"},
-                },
-            }
-        )
-        self.api.create(
-            {
-                "apiVersion": "v1",
-                "kind": "PersistentVolumeClaim",
-                "metadata": {"name": name, "namespace": namespace},
-                "spec": {**shared, "volumeName": volume, "resources": {"requests": size}},
-            }
-        )
 
     # ---- PDClusters ---------------------------------------------------------------
 
