@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 
+from prometheus_client import disable_created_metrics
+
 from pd_operator import flags, kube, metrics, web
 from pd_operator.flags import Flags
 from pd_operator.handlers import Life
@@ -78,6 +80,7 @@ def _places(
 
 def main() -> int:
     given = flags.parse()
+    disable_created_metrics()
     logging.basicConfig(
         level=given.log_level,
         format="%(asctime)s %(levelname).1s %(name)s %(message)s",
