@@ -169,6 +169,7 @@ class Operator(Listener):
     async def _work(self, key: Key) -> float | None:
         began = time.monotonic()
         result = "error"
+        after_s: float | None = 0.0
         try:
             after_s = await self._reconcile(key)
             result = "ok"
@@ -177,7 +178,7 @@ class Operator(Listener):
             raise
         finally:
             self._metrics.reconciled(result, time.monotonic() - began)
-            self._looked(key)
+            self._looked(key, comes_back=after_s is not None)
         if after_s is None:
             return None
         return min(after_s, self._options.resync_s) * random.uniform(*JITTER)
@@ -199,15 +200,18 @@ class Operator(Listener):
         except NotHeld as error:
             raise Again(f"notheld: {error}") from None
 
-    def _looked(self, key: Key) -> None:
-        document = self._informer.get(PDCLUSTER.kind, *key)
-        if document is None:
+    def _looked(self, key: Key, *, comes_back: bool) -> None:
+        """What is remembered of a PDCluster ends with it, or with our part in it."""
+        if comes_back:
+            self._looked_at[key] = time.monotonic()
+        else:
             self._looked_at.pop(key, None)
+        document = self._informer.get(PDCLUSTER.kind, *key)
+        if document is not None:
+            self._uids[key] = document["metadata"]["uid"]
+        elif not comes_back:
             self._reconciler.forget(key)
             self._recorder.forget(self._uids.pop(key, ""))
-        else:
-            self._looked_at[key] = time.monotonic()
-            self._uids[key] = document["metadata"]["uid"]
 
     def _guard(self, request: Request) -> None:
         """Before every write to what we manage."""

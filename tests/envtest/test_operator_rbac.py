@@ -14,12 +14,13 @@ from e2e.cluster.api import install_crds
 from e2e.cluster.audit import Audit
 from e2e.cluster.envtest import EnvTest
 from pd_operator import reconcile
+from pd_operator.podparts import Settings
 from pd_operator.resources import BY_KIND
 from tests.envtest.access import rules
 from tests.envtest.operating import Watching, looking_on, operating
 from tests.envtest.podstub import running
 from tests.envtest.test_operator import MONITORING
-from tests.pd_operator.objects import document
+from tests.pd_operator.objects import cluster, document, rendered
 
 pytestmark = pytest.mark.usefixtures("crds")
 DEADLINE_S = 115.0
@@ -70,17 +71,28 @@ def test_every_right_is_used(
             running(own_kube.kubeconfig, namespace),
         ):
             # Something of each kind is there already: to be looked at, and to be let alone.
-            for kind, name in TAKEN:
+            taken = (*TAKEN, ("StatefulSet", rendered(cluster()).pools[0].name))
+            for kind, name in taken:
                 await make(there, kind, name)
             async with operating(account, namespace):
                 await there.create(document())
                 await there.until_condition("chat", "Ready", "NameTaken")
-                for kind, name in TAKEN:
+                for kind, name in taken:
                     await there.delete(kind, name)
                 await there.until_ready("chat")
                 await there.delete("PDCluster", "chat")
                 await there.until_empty()
                 await everything(there)
+            # An operator that is told to make less takes away what it made before.
+            less = Settings(network_policies=False, monitors=False)
+            async with operating(account, namespace, settings=less):
+
+                async def gone() -> bool:
+                    kinds = ("NetworkPolicy", "PodMonitor", "PrometheusRule")
+                    lists = [await there.api.list(BY_KIND[one], namespace) for one in kinds]
+                    return not any(one.items for one in lists)
+
+                await there.until("policies and monitors have gone", gone)
 
     run(scenario(), DEADLINE_S)
     used = set()
@@ -116,6 +128,14 @@ async def make(there: Watching, kind: str, name: str) -> None:
         "Service": {"spec": {"ports": [{"port": 1}]}},
         "Deployment": {
             "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": template}
+        },
+        "StatefulSet": {
+            "spec": {
+                "replicas": 0,
+                "serviceName": name,
+                "selector": {"matchLabels": labels},
+                "template": template,
+            }
         },
         "PodDisruptionBudget": {"spec": {"selector": {"matchLabels": labels}}},
         "NetworkPolicy": {"spec": {"podSelector": {"matchLabels": labels}}},

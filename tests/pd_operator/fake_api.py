@@ -19,6 +19,7 @@ _AHEAD: dict[str, Any] = {
     "reason": "Timeout",
     "details": {"causes": [{"reason": "ResourceVersionTooLarge"}]},
 }
+CREATED = "2026-01-01T00:00:00Z"
 Place = tuple[str, str, str]
 """Kind, namespace and name."""
 
@@ -112,6 +113,8 @@ class FakeApi:
                 if place in self.objects
                 else (await self._written(request.body, 201))
             )
+        if request.verb == "apply":
+            return await self._apply(request)
         found = self.objects.get((kind, request.namespace, name))
         if found is None:
             return _status(404)
@@ -121,6 +124,34 @@ class FakeApi:
         if wanted and wanted != found["metadata"]["resourceVersion"]:
             return _status(409, "Conflict")
         return await self._written(request.body, 200)
+
+    async def _apply(self, request: Request) -> Response:
+        """Whoever applies owns all: enough where one manager applies whole objects."""
+        body = request.body
+        place = _place(body)
+        found = self.objects.get(place)
+        metadata = {
+            k: v for k, v in body["metadata"].items() if k not in ("uid", "resourceVersion")
+        }
+        wanted = body["metadata"].get("resourceVersion")
+        if found is None:
+            made = {**body, "metadata": {**metadata, "creationTimestamp": CREATED}}
+            return await self._written(made, 201)
+        if wanted and wanted != found["metadata"]["resourceVersion"]:
+            return _status(409, "Conflict")
+        if request.path.endswith("/status"):
+            return await self._written({**found, "status": body["status"]}, 200)
+        spec = {**found.get("spec", {}), **body.get("spec", {})}
+        merged = {**found["metadata"], **metadata}
+        for field_ in ("annotations", "labels"):
+            merged[field_] = {**found["metadata"].get(field_, {}), **metadata.get(field_, {})}
+        made = {**found, **body, "metadata": merged, "spec": spec}
+        same = {k: v for k, v in made.items() if found.get(k) != v}
+        return (
+            Response(200, {}, json.dumps(found).encode())
+            if not same
+            else (await self._written(made, 200))
+        )
 
     async def _written(self, body: Manifest, code: int) -> Response:
         return Response(code, {}, json.dumps(await self.put(body)).encode())
