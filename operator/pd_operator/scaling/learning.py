@@ -4,6 +4,7 @@ Learned values outlast a quiet minute: silence says nothing of how fast a worker
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pd_core import sketch
@@ -14,6 +15,8 @@ from pd_operator.scaling.types import Observations, PoolSignals, PoolSpec
 
 _SLOW = 0.05  # how far one reading moves what is averaged
 _SPREAD = (1.0, 4.0)
+_SKETCH_S = 60.0  # what a reading's sketches go back
+_RESERVE_TOKENS = 256  # an engine sets aside so much for a sequence's output at its grant
 
 
 def learn(
@@ -32,11 +35,39 @@ def learn(
         uncached_share=_follow(learned.uncached_share, seen.uncached_share),
         output_tokens=_follow(learned.output_tokens, seen.output_tokens),
         overhead_s=_follow(learned.overhead_s, seen.overhead_s),
+        sizes=_sizes(learned.sizes, seen.uncached, elapsed_s),
     )
     if pool.running >= 1 and pool.kv_used_tokens > 0:
         each = pool.kv_used_tokens / (pool.running + pool.waiting_grants)
+        each = min(each, _longest(made, spec, seen))
         made = replace(made, kv_each=_average(learned.kv_each, each, elapsed_s))
     return replace(made, spread=_spread(made, spec, seen, pool, elapsed_s))
+
+
+def _sizes(
+    known: Mapping[int, int], found: Mapping[int, int], elapsed_s: float
+) -> Mapping[int, int]:
+    """Prompts' sizes, in thousandths, fading. What is found are those of the last minute, again
+    and again: each look counts for its share of it, the first one in full."""
+    if not found:
+        return known
+    share = min(elapsed_s / _SKETCH_S, 1.0) if known else 1.0
+    keep = fade(elapsed_s)
+    made = {bucket: int(count * keep) for bucket, count in known.items()}
+    for bucket, count in found.items():
+        made[bucket] = made.get(bucket, 0) + round(1000 * count * share)
+    return {bucket: count for bucket, count in made.items() if count}
+
+
+def _longest(learned: Learned, spec: PoolSpec, seen: Observations) -> float:
+    """Tokens of KV that a sequence may need: its prompt, its output, and what is set aside.
+    KV that is granted for prompts which are still computed belongs to nobody who runs yet:
+    a slow prefill would make each sequence look large."""
+    flows = seen.flows.get(spec.role)
+    flow = flows.long if flows else None
+    if flow is None or flow.sequences <= 0 or not learned.output_tokens:
+        return math.inf
+    return flow.prompt_tokens / flow.sequences + learned.output_tokens + _RESERVE_TOKENS
 
 
 def _follow(known: float | None, found: float | None) -> float:

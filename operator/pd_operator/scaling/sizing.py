@@ -12,7 +12,7 @@ so, and the pool is sized as for a target that can be met.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pd_core import sketch
@@ -42,6 +42,7 @@ class Learned:
     output_tokens: float | None = None
     kv_each: float | None = None  # tokens of KV, a sequence
     overhead_s: float = 0.0
+    sizes: Mapping[int, int] = field(default_factory=dict)  # tokens to compute, a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,17 @@ def prefill(
 def decode(
     spec: PoolSpec, seen: Observations, pool: PoolSignals, flow: Flow, learned: Learned
 ) -> Need:
-    waiting = pool.waiting_grants + seen.queued_sequences
+    waiting = pool.waiting_grants * _own_share(pool, learned) + seen.queued_sequences
     if not (flow.sequences or pool.running or waiting):
         return Need(0, {"sequences_per_s": 0.0, "running": 0.0})
     line = learned.line
     if line.fit() is None:
         return Need(None, {"sequences_per_s": flow.sequences, "running": pool.running})
     batch, infeasible = _largest_batch(spec, pool, learned)
+    room = pool.kv_tokens_each * (1 - KV_HEADROOM)
+    if room > 0 and learned.kv_each:
+        # Where KV lets no more run, steps are shorter than the target, and stays too.
+        batch = max(min(batch, room / learned.kv_each), 1.0)
     step_s = line.step_s(batch) or 0.0
     predicted = flow.sequences * (learned.output_tokens or 0.0) * step_s
     present = pool.running / max(pool.workers, 1)
@@ -82,7 +87,6 @@ def decode(
     slow = min(1.0, step_s / (line.step_s(present) or step_s)) if step_s > 0 else 1.0
     concurrency = max(predicted, pool.running * slow) + waiting
     by_batch = concurrency / batch
-    room = pool.kv_tokens_each * (1 - KV_HEADROOM)
     by_kv = concurrency * (learned.kv_each or 0.0) / room if room > 0 else 0.0
     return Need(
         max(_whole(max(by_batch, by_kv)), 1),
@@ -99,6 +103,15 @@ def decode(
         },
         infeasible,
     )
+
+
+def _own_share(pool: PoolSignals, learned: Learned) -> float:
+    """Of the KV in use, what sequences that run hold. The rest is granted to prompts that
+    prefill still computes; who waits behind those waits for prefill, and more decode workers
+    would only hold more grants."""
+    if not learned.kv_each or pool.kv_used_tokens <= 0:
+        return 1.0
+    return min(pool.running * learned.kv_each / pool.kv_used_tokens, 1.0)
 
 
 def colocated(
@@ -149,7 +162,8 @@ def _by_waiting(
     excess = max(backlog - tokens * target_s, 0.0) / DRAIN_S
     load = tokens / speed
     least = max(_whole((tokens + excess) / speed / MAX_LOAD), 1)
-    mean, tail, variation = _sizes(spec, seen, tokens / requests if requests else tokens)
+    usual = tokens / requests if requests else tokens
+    mean, tail, variation = _sizes(spec, seen, learned, usual)
     service_s, tail_s = mean / speed, learned.overhead_s + tail / speed
     quantile = spec.ttft.quantile if spec.ttft else 0.95
     wait_s = target_s - tail_s
@@ -170,16 +184,20 @@ def _by_waiting(
     return Need(workers, numbers, infeasible)
 
 
-def _sizes(spec: PoolSpec, seen: Observations, mean: float) -> tuple[float, float, float]:
+def _sizes(
+    spec: PoolSpec, seen: Observations, learned: Learned, mean: float
+) -> tuple[float, float, float]:
     """Tokens a request at the mean and at the target's percentile, and their variation.
 
-    Arrivals say the mean, which is early; computed prompts say how sizes differ.
+    Arrivals say the mean, which is early; computed prompts say how sizes differ: those of
+    the last half hour, since a minute hardly holds one of the hundred that p99 is about.
     """
-    known = sketch.mean_and_variation(seen.uncached)
+    sizes = learned.sizes or seen.uncached
+    known = sketch.mean_and_variation(sizes)
     if known is None or known[0] <= 0:
         return mean, mean * _UNKNOWN_TAIL, _UNKNOWN_VARIATION
     quantile = spec.ttft.quantile if spec.ttft else 0.95
-    tail = sketch.quantile(seen.uncached, quantile) or known[0]
+    tail = sketch.quantile(sizes, quantile) or known[0]
     return mean, mean * tail / known[0], known[1]
 
 

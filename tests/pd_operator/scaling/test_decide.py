@@ -131,6 +131,16 @@ def test_decode_needs_kv_and_room_to_run(signals: dict[str, float], at_least: in
     assert cluster.size(D) >= at_least
 
 
+def test_where_kv_bounds_the_batch_steps_are_short_and_stays_too() -> None:
+    """Batches of 10 by KV: 15 ms a step, not the 30 ms of the largest batch within TPOT."""
+    cluster = Cluster([prefill(), decode(1)])
+    busy = PoolSignals(workers=1, running=10, kv_tokens_each=11_765.0, max_running_each=256)
+    found = cluster.look(observations(0, 10, decode=busy))[D]
+    # 10 a second x 100 tokens x 15 ms are 15 at once, 10 a worker.
+    assert found.numbers["concurrency"] == pytest.approx(15, rel=0.1)
+    assert found.replicas == 2
+
+
 def test_decode_full_while_prefill_looks_slow_moves_decode() -> None:
     """TTFT is bad since grants are waited for: that says nothing of prefill."""
     cluster = Cluster()
@@ -142,6 +152,22 @@ def test_decode_full_while_prefill_looks_slow_moves_decode() -> None:
     found = cluster.look(observations(0, 5, decode=full))
     assert found[D].replicas > 2
     assert cluster.size(P) == before
+
+
+def test_prefill_too_slow_while_decode_looks_full_does_not_move_decode() -> None:
+    """Decode's KV is granted to prompts that wait for prefill: others wait for grants, and
+    it is prefill that has to grow."""
+    cluster = Cluster()
+    cluster.steady(5, 400)
+    before = cluster.size(D)
+    granted = PoolSignals(
+        workers=2, running=5, waiting_grants=200, kv_used_tokens=200_000, kv_tokens_each=100_000,
+        max_running_each=256,
+    )  # fmt: skip
+    behind = PoolSignals(workers=2, pending_tokens=2_000_000)
+    found = cluster.look(observations(0, 5, prefill=behind, decode=granted))
+    assert found[P].replicas > 2
+    assert found[D].replicas == before
 
 
 @pytest.mark.parametrize("requests", [0.0, 1.0, 5.0, 17.0, 40.0, 123.0])

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_core.sketch import quantile
 from pd_operator.api import Role
 from pd_operator.scaling.capacity import HALF_LIFE_S, Speed, StepLine
 from pd_operator.scaling.learning import learn
@@ -140,6 +141,24 @@ def test_kv_of_a_sequence_is_averaged() -> None:
     busy = PoolSignals(workers=1, running=8, waiting_grants=2, kv_used_tokens=5000)
     learned = learn(Learned(), decode(), observations(0, 5), busy, POLL_S)
     assert learned.kv_each == 500
+
+
+def test_grants_for_prompts_that_prefill_still_computes_make_no_sequence_larger() -> None:
+    busy = PoolSignals(workers=1, running=2, kv_used_tokens=100_000)
+    seen = observations(0, 5, output_tokens=100.0)
+    learned = learn(Learned(), decode(), seen, busy, POLL_S)
+    assert learned.kv_each == 1000 + 100 + 256
+
+
+def test_sizes_are_those_of_half_an_hour_and_not_of_a_lucky_minute() -> None:
+    """Of a hundred requests one is large: a minute of 20 mostly holds none."""
+    learned = Learned()
+    for minute in range(30):
+        seen = observations(0, 5, uncached=sketch([100.0] * 19 + [100.0 if minute % 4 else 9000.0]))
+        for _ in range(12):
+            learned = learn(learned, prefill(), seen, PoolSignals(workers=1), POLL_S)
+    assert quantile(learned.sizes, 0.99) == pytest.approx(9000, rel=0.03)
+    assert sum(learned.sizes.values()) < 30 * 20 * 1000
 
 
 def test_prefill_learns_speed_and_not_steps() -> None:
