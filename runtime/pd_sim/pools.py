@@ -127,6 +127,9 @@ class Pools:
             block_tokens=BLOCK_TOKENS,
             kv_blocks=max(plan.perf.kv_tokens // BLOCK_TOKENS, 1),
             max_model_tokens=plan.max_model_tokens,
+            tokens_per_s=0.0 if plan.role is PoolRole.DECODE else 1.0 / plan.perf.token_s,
+            kv_token_bytes=plan.perf.kv.token_bytes,
+            kv_layers=plan.perf.kv.layers,
         )
         worker = Worker(view, plan.perf, plan.chunk_tokens, plan.max_running, self._loop.now)
         worker.ready_s = self._loop.now + after_s

@@ -136,6 +136,7 @@ class Worker:
             kv_blocks=self.view.kv_blocks,
             kv_free=max(self.view.kv_blocks - used, 0),
             kv_active=used,
+            step_s=self._pace()[0] if self.batch else 0.0,
             steps=int(self.steps),
             busy_s=self.busy_s,
             computed_tokens=int(self.tokens_done),
