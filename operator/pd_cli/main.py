@@ -9,6 +9,7 @@ _COMMANDS = {
     "status": ("pd_cli.show", "Show the PDClusters that run on this machine."),
     "validate": ("pd_cli.validate", "Check a PDCluster file."),
     "estimate": ("pd_cli.estimate", "Estimate the size and the hand-over of a prompt's KV."),
+    "advise": ("pd_cli.advise", "Say whether to take prefill and decode apart, and why."),
     "simulate": ("pd_cli.simulate", "Simulate a trace of requests on a cluster."),
     "down": ("pd_cli.down", "End a PDCluster that runs on this machine."),
     "logs": ("pd_cli.logs", "Print what a pod has said."),

@@ -1,0 +1,40 @@
+"""`pdcluster advise`: an answer with its evidence, and bad input."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from pd_cli.main import main
+
+ARGUMENTS = ("--model", "llama-3-8b", "--requests", "60")
+
+
+def advise(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(main, ["advise", *arguments], catch_exceptions=False)
+    return found.exit_code, found.output
+
+
+def test_an_answer_with_its_evidence() -> None:
+    code, said = advise(*ARGUMENTS, "--gpus", "4", "--prompt-tokens", "100-200")
+    assert code == 0
+    assert said.startswith(("Yes:", "No:"))
+    assert "GPUs for 99%" in said
+    code, said = advise(*ARGUMENTS, "--gpus", "2", "--output", "json")
+    made = json.loads(said)
+    assert made["answer"] in ("no", "chunks")
+    assert set(made["ways"]) == {"apart", "chunks", "whole"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--gpus", "4", "--prompt-tokens", "9-1"), "'9-1'"),
+        (("--gpus", "4", "--link", "string"), "link 'string'"),
+        (("--gpus", "1", "--gpus-per-worker", "2"), "make no worker"),
+    ],
+)
+def test_bad_input(arguments: tuple[str, ...], says: str) -> None:
+    code, said = advise(*ARGUMENTS, *arguments)
+    assert code == 2
+    assert says in said
