@@ -47,6 +47,7 @@ AT_ONCE = 8
 """PDClusters that are being created at any time."""
 CHANGES_PER_S = 10.0
 WAIT_S = 120.0
+QUIET_S = 3.0
 NAMESPACE = "bench"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -241,13 +242,14 @@ async def change(seen: Eyes, size: Size) -> list[float]:
     return took
 
 
-async def quiet(process: Process) -> None:
-    """Until what was under way has ended."""
+async def quiet(own: EnvTest) -> None:
+    """Until what was under way has ended: no write for a while."""
     async with asyncio.timeout(WAIT_S):
-        before = -1.0
-        while (now := await process.looks()) != before:
-            before = now
-            await asyncio.sleep(2)
+        while True:
+            audit = own.audit()
+            await asyncio.sleep(QUIET_S)
+            if not written(audit):
+                return
 
 
 async def measure(own: EnvTest, account: Path, folder: Path, size: Size) -> dict[str, float]:
@@ -261,7 +263,7 @@ async def measure(own: EnvTest, account: Path, folder: Path, size: Size) -> dict
             found["create_ready_p99_s"] = percentile(took, 99)
             found["create_cpu_ms"] = process.cpu_s() / size.objects * 1000
             found["create_writes"] = len(written(audit)) / size.objects
-            await quiet(process)
+            await quiet(own)
             audit.forget()
             cpu_s, began = process.cpu_s(), time.monotonic()
             await asyncio.sleep(size.rest_s)
@@ -271,7 +273,7 @@ async def measure(own: EnvTest, account: Path, folder: Path, size: Size) -> dict
             took = await change(seen, size)
             found["change_applied_p50_s"] = percentile(took, 50)
             found["change_applied_p99_s"] = percentile(took, 99)
-            await quiet(process)
+            await quiet(own)
             found["change_cpu_ms"] = (process.cpu_s() - cpu_s) / len(took) * 1000
             found["change_writes"] = len(written(audit)) / len(took)
             found["change_looks"] = (await process.looks() - looks) / len(took)
@@ -281,7 +283,7 @@ async def measure(own: EnvTest, account: Path, folder: Path, size: Size) -> dict
         with operator(account, log) as process:
             found["restart_calm_s"] = await process.calm(size.objects)
             found["restart_cpu_s"] = process.cpu_s()
-            await quiet(process)
+            await quiet(own)
             found["restart_writes"] = len(written(audit))
             found["rss_mib"] = max(found["rss_mib"], process.memory_mib("VmRSS"))
             found["rss_peak_mib"] = max(found["rss_peak_mib"], process.memory_mib("VmHWM"))

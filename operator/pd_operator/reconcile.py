@@ -42,6 +42,8 @@ RETRY_S = 60.0
 """How often we look whether what was in the way still is."""
 SOON_S = 1.0
 """When to go on with what MAX_ROUNDS didn't end."""
+RENDERED = 64
+"""Renderings that are kept, for objects that are looked at again soon."""
 MAX_ROUNDS = 3
 """Plans carried out before a look at something else: most need one, and one to see it's done."""
 
@@ -155,6 +157,7 @@ class Reconciler:
         self._scaler = scaler or Scaler()
         self._written_at: dict[Key, datetime] = {}
         self._calm: dict[Key, _Calm] = {}
+        self._rendered: dict[tuple[object, ...], Desired] = {}
 
     def forget(self, key: Key) -> None:
         """The object is gone."""
@@ -191,7 +194,7 @@ class Reconciler:
             await self._write_invalid(key, world.document, error)
             return RESYNC_S, False
         sizes = await self._decide(key, cluster, world, measured)
-        wanted = desired.render(cluster, sizes.replicas, self._settings)
+        wanted = self._render(cluster, sizes.replicas)
         wanted = pins.keep(wanted, cluster, observe(world.children))
         done = await self._carry_out(key, wanted, world)
         await self._write_pools(key, cluster, done.seen, sizes)
@@ -202,6 +205,18 @@ class Reconciler:
         await self._write_status(key, world.document, new)
         still = not (done.plan.operations or done.plan.again_s or is_scaled(cluster))
         return self._look_again_s(cluster, done), still and new == previous
+
+    def _render(self, cluster: Cluster, sizes: Mapping[Role, int]) -> Desired:
+        """Most looks come a few at a time, at the same version of an object."""
+        key = (cluster.uid, cluster.generation, cluster.upgrade, *sorted(sizes.items()))
+        found = self._rendered.pop(key, None)
+        if found is None:
+            found = desired.render(cluster, sizes, self._settings)
+        if cluster.uid:
+            self._rendered[key] = found
+            if len(self._rendered) > RENDERED:
+                del self._rendered[next(iter(self._rendered))]
+        return found
 
     async def _decide(self, key: Key, cluster: Cluster, world: World, measured: Samples) -> _Sizes:
         """Written into the PDPools before anything follows from it: after a crash in between,
