@@ -26,8 +26,8 @@ from e2e.cluster.audit import Audit
 from e2e.cluster.envtest import EnvTest
 from pd_operator import httpget, kube
 from pd_operator.informer import Watcher
+from pd_operator.keys import Key
 from pd_operator.kube import Kube
-from pd_operator.podparts import Manifest
 from pd_operator.resources import PDCLUSTER, STATEFUL_SET
 from tests.envtest import podstub
 from tests.envtest.access import rules
@@ -172,10 +172,9 @@ class Eyes:
         return found is not None and is_settled(found)
 
     def decode_replicas(self, name: str) -> int:
-        sets: list[Manifest] = [
-            one for one in self.sets.store if one["metadata"]["name"].startswith(f"{name}-d-")
-        ]
-        return sum(int(one["spec"]["replicas"]) for one in sets)
+        sets = self.sets.store.group(Key(NAMESPACE, name))
+        decode = [one for one in sets if one["metadata"]["name"].startswith(f"{name}-d-")]
+        return sum(int(one["spec"]["replicas"]) for one in decode)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from pd_operator import apierrors, kept
 from pd_operator.keys import Key
 from pd_operator.kube import Kube, WatchEvent
 from pd_operator.podparts import Manifest
-from pd_operator.resources import PDCLUSTER, WATCHED, Resource
+from pd_operator.resources import CHILDREN, PDCLUSTER, POD, WATCHED, Resource
 from pd_operator.store import Store, name_of
 
 log = logging.getLogger("pd_operator.informer")
@@ -45,9 +45,11 @@ class Watcher:
         namespace: str,
         touched: Touched,
         on_restart: Callable[[Resource, str], None] = lambda _resource, _why: None,
+        *,
+        packs: bool = False,
     ) -> None:
         self.resource = resource
-        self.store: Store[Key] = Store(kept.owner_of, self._slim)
+        self.store: Store[Key] = Store(kept.owner_of, self._slim, packs=packs)
         self.present = asyncio.Event()
         self.settled = asyncio.Event()
         self.heard_at = float("-inf")
@@ -174,8 +176,11 @@ class Informer:
         on_restart: Callable[[Resource, str], None] = lambda _resource, _why: None,
         resources: Iterable[Resource] = WATCHED,
     ) -> None:
+        # What is large and seldom asked for is packed.
         self._watchers = {
-            resource.kind: Watcher(kube, resource, namespace, touched, on_restart)
+            resource.kind: Watcher(
+                kube, resource, namespace, touched, on_restart, packs=resource in CHILDREN
+            )
             for resource in resources
         }
 
@@ -219,6 +224,17 @@ class Informer:
             if kind != PDCLUSTER.kind
             for item in watcher.store.group(key)
         ]
+
+    def pods(self, key: Key) -> list[Manifest]:
+        return self._watchers[POD.kind].store.group(key)
+
+    def versions(self, key: Key) -> tuple[str, ...]:
+        """Of the PDCluster and all that carries its label: the same while nothing changes."""
+        return tuple(
+            version
+            for watcher in self._watchers.values()
+            for version in watcher.store.versions(key)
+        )
 
     def wrote(self, kind: str, item: Manifest) -> None:
         """The answer to a write of ours: known before the watch tells of it."""

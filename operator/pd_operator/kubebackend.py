@@ -15,7 +15,7 @@ from pd_operator.keys import Key
 from pd_operator.kube import REPLICAS_MANAGER, STATUS_MANAGER, Kube
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
-from pd_operator.reconcile import World
+from pd_operator.reconcile import Lazily, World, router_addresses
 from pd_operator.replicas import MARK, Write
 from pd_operator.resources import BY_KIND, CHILDREN, PDCLUSTER, PDPOOL, POD, STATEFUL_SET
 
@@ -34,9 +34,14 @@ class KubeBackend:
         document = self._informer.get(PDCLUSTER.kind, *key)
         if document is None or "deletionTimestamp" in document["metadata"]:
             return World(None)
-        children = _own(document, self._informer.children(key))
         absent = {one.kind for one in CHILDREN if not self._informer.has_kind(one.kind)}
-        return World(document, tuple(children), frozenset(absent))
+        return World(
+            document,
+            Lazily(lambda: _own(document, self._informer.children(key))),
+            frozenset(absent),
+            mark=self._informer.versions(key),
+            routers=tuple(router_addresses(self._informer.pods(key))),
+        )
 
     async def apply(self, key: Key, manifest: Manifest) -> None:
         """Raises NameTaken when an object of that name isn't this PDCluster's."""

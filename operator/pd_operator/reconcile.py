@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -54,7 +54,7 @@ class Pace:
     where it is only shown; how often numbers alone are written to a status."""
 
     sample_s: float = 5.0
-    glance_s: float = 60.0
+    glance_s: float = 120.0
     status_s: float = 30.0
 
 
@@ -62,12 +62,29 @@ class Pace:
 class World:
     """What a backend knows of one PDCluster: the object, and its children and pods.
 
-    `absent` are kinds that this backend hasn't got: what is desired of them waits.
+    `absent` are kinds that this backend hasn't got: what is desired of them waits. `mark`
+    is the same as long as all of it is, and `routers` are the addresses of those that serve;
+    a backend may leave both out.
     """
 
     document: Manifest | None
-    children: tuple[Manifest, ...] = ()
+    children: Iterable[Manifest] = ()
     absent: frozenset[str] = frozenset()
+    mark: tuple[str, ...] | None = None
+    routers: tuple[str, ...] | None = None
+
+
+class Lazily:
+    """Objects that cost something to get: got once, when they are looked at."""
+
+    def __init__(self, get: Callable[[], list[Manifest]]) -> None:
+        self._get = get
+        self._got: list[Manifest] | None = None
+
+    def __iter__(self) -> Iterator[Manifest]:
+        if self._got is None:
+            self._got = self._get()
+        return iter(self._got)
 
 
 class Backend(Protocol):
@@ -257,7 +274,11 @@ class Reconciler:
 
     async def _measure(self, key: Key) -> Samples:
         world = await self._backend.observe(key)
-        addresses = _addresses(observe(world.children)) if world.document else []
+        if world.document is None:
+            return Samples()
+        addresses = world.routers
+        if addresses is None:
+            addresses = tuple(_addresses(observe(world.children)))
         return await self._read_samples(addresses) if addresses else Samples()
 
     async def _carry_out(self, key: Key, wanted: Desired, world: World) -> _Done:
@@ -338,13 +359,16 @@ class Reconciler:
 
 
 def _mark(world: World, measured: Samples) -> tuple[object, ...] | None:
-    """What a look depends on, but for time; None where a backend doesn't tell versions."""
-    items = (world.document or {}, *world.children)
-    versions = [item.get("metadata", {}).get("resourceVersion") for item in items]
-    if None in versions:
+    """What a look depends on, but for time; None where a backend doesn't tell."""
+    if world.mark is None:
         return None
     shown = [sorted(one.items()) for one in (measured.ttft, measured.tpot, measured.own_ttft)]
-    return tuple(versions), world.absent, str(shown)
+    return world.mark, world.absent, str(shown)
+
+
+def router_addresses(pods: Iterable[Manifest]) -> list[str]:
+    """Of the routers among the pods that serve."""
+    return _addresses(observe(pods))
 
 
 def _addresses(seen: Observed) -> list[str]:

@@ -9,8 +9,9 @@ A list or a watch event may speak of an object that has been made again under it
 uids tell the two apart, whichever is heard of first.
 """
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pd_operator.podparts import Manifest
 
@@ -37,21 +38,50 @@ def uid_of(item: Manifest) -> str:
     return str(item["metadata"].get("uid", ""))
 
 
+class _Held:
+    """One object: its content without its version, packed or as it is."""
+
+    __slots__ = ("content", "group", "text", "uid", "version")
+
+    def __init__(self, item: Manifest, group: object, packs: bool) -> None:
+        metadata = {k: v for k, v in item["metadata"].items() if k != "resourceVersion"}
+        plain = {**item, "metadata": metadata}
+        self.content: bytes | Manifest = _packed(plain) if packs else plain
+        self.group = group
+        self.text = str(item["metadata"].get("resourceVersion", ""))
+        self.version = number(self.text)
+        self.uid = uid_of(item)
+
+    def open(self) -> Manifest:
+        content = self.content
+        item = json.loads(content) if isinstance(content, bytes) else content
+        return {**item, "metadata": {**item["metadata"], "resourceVersion": self.text}}
+
+
+def _packed(item: Manifest) -> bytes:
+    """As dicts, JSON takes five times its own size."""
+    return json.dumps(item, sort_keys=True, separators=(",", ":")).encode()
+
+
 class Store(Generic[Group]):
     """Objects by name and by group. Each change returns the groups that it matters to.
 
     `slim` says what of an object is kept, `group_of` to whom it belongs (None: to nobody).
+    `packs`: objects are kept as JSON and parsed whenever they are asked for.
     """
 
     def __init__(
         self,
         group_of: Callable[[Manifest], Group | None],
         slim: Callable[[Manifest], Manifest] = lambda item: item,
+        *,
+        packs: bool = False,
     ) -> None:
         self._group_of = group_of
         self._slim = slim
-        self._items: dict[Name, Manifest] = {}
-        self._groups: dict[Group, dict[Name, Manifest]] = {}
+        self._packs = packs
+        self._items: dict[Name, _Held] = {}
+        self._groups: dict[Group, dict[Name, _Held]] = {}
         self.seen = 0  # the version that lists and the watch have come to
         self._gone: set[str] = set()  # uids that we deleted and the watch still tells of
 
@@ -59,13 +89,18 @@ class Store(Generic[Group]):
         return len(self._items)
 
     def __iter__(self) -> Iterator[Manifest]:
-        return iter(self._items.values())
+        return (held.open() for held in self._items.values())
 
     def get(self, namespace: str, name: str) -> Manifest | None:
-        return self._items.get((namespace, name))
+        held = self._items.get((namespace, name))
+        return held.open() if held is not None else None
 
-    def group(self, group: Group) -> tuple[Manifest, ...]:
-        return tuple(self._groups.get(group, {}).values())
+    def group(self, group: Group) -> list[Manifest]:
+        return [held.open() for held in self._groups.get(group, {}).values()]
+
+    def versions(self, group: Group) -> list[str]:
+        """Of all objects of a group, in no particular order but the same while none changes."""
+        return [held.text for held in self._groups.get(group, {}).values()]
 
     def groups(self) -> Iterable[Group]:
         return self._groups.keys()
@@ -79,7 +114,7 @@ class Store(Generic[Group]):
         self.seen = as_of if reset else max(self.seen, as_of)
         self._gone = set() if reset else self._gone & {uid_of(item) for item in listed.values()}
         for name, held in list(self._items.items()):
-            if name not in listed and (reset or version_of(held) <= as_of):
+            if name not in listed and (reset or held.version <= as_of):
                 touched |= self._drop(name)
         for item in listed.values():
             touched |= self._put(item, force=reset)
@@ -103,7 +138,7 @@ class Store(Generic[Group]):
     def deleted(self, name: Name, uid: str) -> set[Group]:
         """The answer to a delete of ours: the object of that uid is no more."""
         held = self._items.get(name)
-        if held is None or uid_of(held) != uid:
+        if held is None or held.uid != uid:
             return set()
         self._gone.add(uid)
         return self._drop(name)
@@ -112,7 +147,7 @@ class Store(Generic[Group]):
         uid = uid_of(item)
         self._gone.discard(uid)
         held = self._items.get(name_of(item))
-        if held is None or (uid_of(held) != uid and version_of(held) > version_of(item)):
+        if held is None or (held.uid != uid and held.version > version_of(item)):
             return set()  # that one went before; what is held came after it
         return self._drop(name_of(item))
 
@@ -121,27 +156,26 @@ class Store(Generic[Group]):
             return set()
         name = name_of(item)
         held = self._items.get(name)
-        if held is not None and not force and 0 < version_of(item) <= version_of(held):
+        if held is not None and not force and 0 < version_of(item) <= held.version:
             return set()
         slim = self._slim(item)
-        if held is not None and _says_the_same(held, slim):
-            # Newer, but nothing that we keep has changed: remember the version only.
-            self._store(name, slim)
-            return set()
-        touched = self._drop(name)
-        return touched | self._store(name, slim)
+        new = _Held(slim, self._group_of(slim), self._packs)
+        same = held is not None and held.content == new.content
+        touched = self._drop(name) | self._store(name, new)
+        # Newer, but nothing that we keep has changed: only the version is new.
+        return set() if same else touched
 
-    def _store(self, name: Name, item: Manifest) -> set[Group]:
-        self._items[name] = item
-        group = self._group_of(item)
+    def _store(self, name: Name, held: _Held) -> set[Group]:
+        self._items[name] = held
+        group: Group | None = held.group  # type: ignore[assignment]
         if group is None:
             return set()
-        self._groups.setdefault(group, {})[name] = item
+        self._groups.setdefault(group, {})[name] = held
         return {group}
 
     def _drop(self, name: Name) -> set[Group]:
         held = self._items.pop(name, None)
-        group = self._group_of(held) if held is not None else None
+        group: Group | None = held.group if held is not None else None  # type: ignore[assignment]
         if group is None:
             return set()
         members = self._groups[group]
@@ -149,13 +183,3 @@ class Store(Generic[Group]):
         if not members:
             del self._groups[group]
         return {group}
-
-
-def _says_the_same(a: Manifest, b: Manifest) -> bool:
-    return all(a.get(key) == b.get(key) for key in a.keys() | b.keys() if key != "metadata") and (
-        _metadata(a) == _metadata(b)
-    )
-
-
-def _metadata(item: Manifest) -> dict[str, Any]:
-    return {key: value for key, value in item["metadata"].items() if key != "resourceVersion"}
