@@ -82,12 +82,22 @@ def choose_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype)
 
 def cpu_has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Whether bfloat16 is faster than float32 here."""
+    return "amx_bf16" in _cpu_flags(cpuinfo)
+
+
+def cpu_multiplies_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has instructions for bfloat16, which torch uses and our code doesn't."""
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(_cpu_flags(cpuinfo))
+
+
+def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
     try:
         text = cpuinfo.read_text(encoding="ascii", errors="replace")
     except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return "amx_bf16" in flags.split()
+        return frozenset()
+    names = ("flags", "Features")  # x86, Arm
+    line = next((line for line in text.splitlines() if line.startswith(names)), "")
+    return frozenset(line.partition(":")[2].split())
 
 
 def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> LoadedModel:

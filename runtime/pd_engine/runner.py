@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from pd_core.kv import KvLayout
-from pd_engine.attention.native import Native, load
+from pd_engine.attention.library import Missing, Native, load
 from pd_engine.attention.paged import LayersDone, PagedAttention, PagedStep
 from pd_engine.attention.pool import KvPool
 from pd_engine.checkpoint import ModelError, open_checkpoint
+from pd_engine.compiled import compile_model
 from pd_engine.hostmemory import free_bytes
-from pd_engine.model import load_model
+from pd_engine.model import LoadedModel, cpu_multiplies_bf16, load_model
 from pd_engine.sampling import sample
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling, StepOutput
 
@@ -57,6 +58,7 @@ class Runner:
         if threads:
             torch.set_num_threads(threads)
         self._model = load_model(checkpoint, dtype, torch.device(device))
+        native = _native(self._model) if compiled else None
         geometry = self._model.geometry
         self.layout = KvLayout(
             model_hash=checkpoint.model_hash(),
@@ -74,7 +76,7 @@ class Runner:
         self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
         self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
         self._pool = KvPool(self.layout, self.num_blocks, self._model.device, pool_memory)
-        self._attention = PagedAttention(self._pool, _native() if compiled else None)
+        self._attention = PagedAttention(self._pool, native)
         self._layer_group = layer_group
 
     def _size_pool(self, tokens: int, fraction: float) -> int:
@@ -149,13 +151,18 @@ class Runner:
             self.step(Batch(0, (Row(0, [0], tokens, blocks, (spec,)),)))
 
 
-def _native() -> Native | None:
-    """The compiled attention; where there is none, the log says why and what to do."""
+def _native(model: LoadedModel) -> Native | None:
+    """The compiled code, put into the model; without it, the log says why and what to do."""
+    if model.device.type != "cpu":
+        return None
     found = load()
-    if isinstance(found, Native):
-        return found
-    log.warning("attention=plain: the compiled one is missing, it is %s", found.reason)
-    return None
+    if isinstance(found, Missing):
+        log.warning("attention=plain: the compiled one is missing, it is %s", found.reason)
+        return None
+    leave = model.dtype == torch.bfloat16 and cpu_multiplies_bf16()
+    linears, norms = compile_model(model.module, found, linears=not leave)
+    log.info("compiled variant=%s linears=%d norms=%d", found.variant, linears, norms)
+    return found
 
 
 def _samples(rows: Sequence[Row]) -> tuple[list[SampleSpec], list[tuple[int, int]]]:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.kv import KvLayout
-from pd_engine.attention.native import Native, load
+from pd_engine.attention.library import Native, load
 from pd_engine.attention.paged import PagedAttention, PagedStep
 from pd_engine.attention.plain import QUERY_TILE, CausalMasks
 from pd_engine.attention.pool import KvPool

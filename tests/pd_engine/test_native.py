@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.kv import KvLayout
-from pd_engine.attention import build, native
+from pd_engine.attention import build, library
 from pd_engine.attention.exact import attend_exact
-from pd_engine.attention.native import Missing, Native, NativeStep, load
+from pd_engine.attention.library import Missing, Native, load
+from pd_engine.attention.native import NativeStep
 from pd_engine.attention.pool import KvPool
 from pd_engine.attention.rows import Options, RowPlan
 
@@ -329,7 +330,7 @@ def test_a_damaged_library_is_passed_over(content: bytes) -> None:
 
 
 def test_a_library_with_another_interface_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "ABI", build.ABI + 1)
+    monkeypatch.setattr(library, "ABI", build.ABI + 1)
     load.cache_clear()
     found = load()
     load.cache_clear()

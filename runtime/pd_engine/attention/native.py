@@ -1,112 +1,14 @@
-"""The compiled attention (csrc/) by ctypes: structures, loading, calls.
-
-A library that isn't there, or was built from other sources, is no error: `load` says why,
-and attention then runs in plain torch. Nothing is ever compiled here.
-"""
+"""One step's attention by the compiled code, on the pool's pages where they are."""
 
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from pd_engine.attention.build import ABI, library_path
+from pd_engine.attention.library import DTYPES, LayerCall, Native, StepCall
 from pd_engine.attention.pool import KvPool
 from pd_engine.attention.rows import Options, RowPlan
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-class _Step(ctypes.Structure):
-    """PdStep in csrc/attention.h."""
-
-    _fields_ = (
-        ("dtype", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("block_tokens", ctypes.c_int32),
-        ("block_stride", ctypes.c_int64),
-        ("half_stride", ctypes.c_int64),
-        ("begin", ctypes.c_void_p),
-        ("start", ctypes.c_void_p),
-        ("table_at", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-    )
-
-
-class _Layer(ctypes.Structure):
-    """PdLayer in csrc/attention.h."""
-
-    _fields_ = (
-        ("pool", ctypes.c_void_p),
-        ("q", ctypes.c_void_p),
-        ("k", ctypes.c_void_p),
-        ("v", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("q_head", ctypes.c_int64),
-        ("q_token", ctypes.c_int64),
-        ("k_head", ctypes.c_int64),
-        ("k_token", ctypes.c_int64),
-        ("v_head", ctypes.c_int64),
-        ("v_token", ctypes.c_int64),
-        ("sinks", ctypes.c_void_p),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("window", ctypes.c_int32),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Native:
-    """The loaded library."""
-
-    library: ctypes.CDLL
-
-    @property
-    def variant(self) -> str:
-        """The instruction set that it uses."""
-        name: bytes = self.library.pd_attention_variant()
-        return name.decode()
-
-    def use(self, variant: str) -> bool:
-        """Another instruction set from now on, for tests; False if this CPU hasn't got it."""
-        return bool(self.library.pd_attention_use(variant.encode()))
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Why there is no library."""
-
-    reason: str
-
-
-@cache
-def load() -> Native | Missing:
-    """The library as built for these sources, loaded once a process."""
-    path = library_path()
-    if not path.is_file():
-        return Missing("not built; build it with: python -m pd_engine.attention.build")
-    try:
-        # torch is imported: its OpenMP runtime is loaded, and this library shares it.
-        library = ctypes.CDLL(str(path))
-        library.pd_attention_variant.restype = ctypes.c_char_p
-        library.pd_attention_use.argtypes = (ctypes.c_char_p,)
-        library.pd_attention_check.argtypes = (ctypes.c_void_p, ctypes.c_int32)
-        for name in ("pd_attention_write", "pd_attention_attend"):
-            function = getattr(library, name)
-            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-            function.restype = None
-        abi = library.pd_attention_abi()
-    except (OSError, AttributeError) as error:
-        return Missing(f"{path.name} cannot be loaded: {error}")
-    if abi != ABI:
-        return Missing(f"{path.name} has interface {abi}, {ABI} is needed")
-    return Native(library)
 
 
 class NativeStep:
@@ -131,8 +33,8 @@ class NativeStep:
         _, _, _, block_tokens, kv_heads, head_dim = tensor.shape
         self._pool, self._kv_heads, self._head_dim = tensor, kv_heads, head_dim
         self._layer_bytes = tensor.stride(1) * tensor.element_size()
-        self._step = _Step(
-            _DTYPES[tensor.dtype],
+        self._step = StepCall(
+            DTYPES[tensor.dtype],
             len(plans),
             torch.get_num_threads(),
             kv_heads,
@@ -143,7 +45,7 @@ class NativeStep:
             tensor.stride(2),
             *(values.buffer_info()[0] for values in self._arrays),
         )
-        self._layer = _Layer()
+        self._layer = LayerCall()
         self._pointers = (ctypes.addressof(self._step), ctypes.addressof(self._layer))
         wrong = native.library.pd_attention_check(self._pointers[0], pool.num_blocks)
         if wrong >= 0:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pd_engine.attention.native import Native, NativeStep
+from pd_engine.attention.library import Native
+from pd_engine.attention.native import NativeStep
 from pd_engine.attention.plain import CausalMasks, PlainStep
 from pd_engine.attention.pool import KvPool
 from pd_engine.attention.rows import Options, RowPlan

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // Raised whenever a structure or a function's meaning changes.
-#define PD_ATTENTION_ABI 1
+#define PD_ATTENTION_ABI 2
 
 extern "C" {
 
@@ -34,10 +34,34 @@ struct PdLayer {
   int32_t window;      // keys that a query sees, itself included; 0: all
 };
 
+// y = x w^T + bias, with w packed by `pack`. Strides count elements.
+struct PdLinear {
+  int32_t dtype, threads;
+  int32_t rows, inner, outer;  // x [rows, inner], y [rows, outer]
+  const void *x, *packed, *bias;  // bias may be null
+  void* y;
+  int64_t x_row, y_row;
+};
+
+// y = x / sqrt(mean(x^2) + epsilon) * weight, by row.
+struct PdNorm {
+  int32_t dtype, threads;
+  int32_t rows, dim;
+  int32_t one_more;  // the factor is 1 + weight, and rounded once (Gemma)
+  float epsilon;
+  const void *x, *weight;
+  void* y;
+  int64_t x_row, y_row;
+};
+
 }  // extern "C"
 
 struct PdVariant {
   const char* name;
   void (*write)(const PdStep*, const PdLayer*);
   void (*attend)(const PdStep*, const PdLayer*);
+  int32_t panel;  // outputs that lie side by side in packed weights
+  void (*pack)(const PdLinear*, const void* weight, void* packed);
+  void (*linear)(const PdLinear*);
+  void (*norm)(const PdNorm*);
 };

@@ -80,3 +80,15 @@ PD_API void pd_attention_write(const PdStep* step, const PdLayer* layer) {
 PD_API void pd_attention_attend(const PdStep* step, const PdLayer* layer) {
   chosen->attend(step, layer);
 }
+
+// Outputs that lie side by side in packed weights: [outputs / panel][inner][panel], the last
+// panel filled up with zeros. Only the variant that packed them can use them.
+PD_API int32_t pd_linear_panel() { return chosen->panel; }
+
+PD_API void pd_linear_pack(const PdLinear* linear, const void* weight, void* packed) {
+  chosen->pack(linear, weight, packed);
+}
+
+PD_API void pd_linear(const PdLinear* linear) { chosen->linear(linear); }
+
+PD_API void pd_norm(const PdNorm* norm) { chosen->norm(norm); }

@@ -3,7 +3,9 @@
 #include <omp.h>
 
 #include "few.h"
+#include "linear.h"
 #include "many.h"
+#include "norm.h"
 
 namespace {
 
@@ -207,4 +209,5 @@ void write(const PdStep* s, const PdLayer* l) {
 #define PD_TEXT(x) PD_TEXT_(x)
 
 extern const PdVariant PD_NAME(PD_VARIANT);
-const PdVariant PD_NAME(PD_VARIANT) = {PD_TEXT(PD_VARIANT), write, attend};
+const PdVariant PD_NAME(PD_VARIANT) = {
+    PD_TEXT(PD_VARIANT), write, attend, OUTPUTS, pack, linear, norm};
