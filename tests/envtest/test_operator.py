@@ -76,13 +76,18 @@ def test_a_life(own_kube: EnvTest, namespace: str, audit: Audit, run):
         writes = audit.writes(user=f"{namespace}:operator")
         return [f"{w.verb} {w.resource}/{w.name}" for w in writes if w.resource != "leases"]
 
+    async def quiet() -> bool:
+        audit.forget()
+        await asyncio.sleep(0.5)
+        return not written()
+
     async def scenario() -> None:
         async with looking_on(own_kube.kubeconfig, namespace) as there:
             async with running(own_kube.kubeconfig, namespace):
                 async with operating(account, namespace):
                     await there.create(document())
                     await there.until_ready("chat")
-                    audit.forget()
+                    await there.until("writes end", quiet)
                     await asyncio.sleep(REST_S)
                     assert written() == []
                 async with operating(account, namespace):
@@ -95,7 +100,7 @@ def test_a_life(own_kube: EnvTest, namespace: str, audit: Audit, run):
                     await there.edit("chat", {"decode": {"engine": {"maxRunning": 8}}})
                     await there.until_ready("chat")
                     assert len(of_kind(await there.objects(), "StatefulSet")) == 2
-                    audit.forget()
+                    await there.until("writes end", quiet)
                     await there.delete("PDCluster", "chat")
                     await there.until_empty()
                     assert written() == []
