@@ -1,9 +1,10 @@
-"""Who knows all arrivals, and a bound that nobody can go below.
+"""Who knows all arrivals, and an estimate of the least that anybody would pay.
 
 Bound: each minute's work at a worker's best speed (prompts flat out, decode at the largest
 batch within TPOT), in whole workers, of which one serves always; between two peaks a worker
 is kept, or given back and started anew, whichever costs less. What is late on purpose (1% of
-requests) may be taken off each minute's work; no queues, no draining, no rounding of batches.
+requests) is taken off each minute's work; no queues, no draining, no rounding of batches. Not
+a proven bound: whole workers a minute forbid what putting work off would allow.
 """
 
 import math
