@@ -122,6 +122,7 @@ class _Sizes:
 
     before: Mapping[Role, Standing]
     decisions: Mapping[Role, Decision]
+    written: bool = False
 
     @property
     def replicas(self) -> dict[Role, int]:
@@ -210,10 +211,13 @@ class Reconciler:
         except api.InvalidCluster as error:
             await self._write_invalid(key, world.document, error)
             return RESYNC_S, False
-        sizes = await self._decide(key, cluster, world, measured)
-        wanted = self._render(cluster, sizes.replicas)
-        wanted = pins.keep(wanted, cluster, observe(world.children))
-        done = await self._carry_out(key, wanted, world)
+        seen = observe(world.children)
+        sizes = await self._decide(key, cluster, world.document, seen, measured)
+        if sizes.written:
+            seen = observe((await self._backend.observe(key)).children)
+        wanted = pins.keep(self._render(cluster, sizes.replicas), cluster, seen)
+        wanted = _available(wanted, world.absent)
+        done = await self._carry_out(key, wanted, seen)
         await self._write_pools(key, cluster, done.seen, sizes)
         previous, now = world.document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
@@ -235,15 +239,16 @@ class Reconciler:
                 del self._rendered[next(iter(self._rendered))]
         return found
 
-    async def _decide(self, key: Key, cluster: Cluster, world: World, measured: Samples) -> _Sizes:
+    async def _decide(
+        self, key: Key, cluster: Cluster, document: Manifest, seen: Observed, measured: Samples
+    ) -> _Sizes:
         """Written into the PDPools before anything follows from it: after a crash in between,
         what was decided is still known."""
-        document = world.document or {}
-        seen = observe(world.children)
         before = replicas.standings(cluster, seen, document.get("status", {}))
         decisions = self._scaler.look(key, cluster, before, measured)
         sizes = _Sizes(before, decisions)
-        for write in replicas.writes(cluster, seen, sizes.replicas):
+        writes = replicas.writes(cluster, seen, sizes.replicas)
+        for write in writes:
             await self._write_replicas(key, write)
         found = replicas.notices(cluster, before, sizes.replicas)
         found += telling.notices(decisions, before, status.timestamp(self._clock()))
@@ -256,7 +261,7 @@ class Reconciler:
         if found:
             self._listener.notices(document, found)
         self._listener.decided(key, decisions)
-        return sizes
+        return replace(sizes, written=bool(writes))
 
     async def _write_pools(self, key: Key, cluster: Cluster, seen: Observed, sizes: _Sizes) -> None:
         """Seeds PDPools that were made just now, and says what runs of each."""
@@ -281,19 +286,18 @@ class Reconciler:
             addresses = tuple(_addresses(observe(world.children)))
         return await self._read_samples(addresses) if addresses else Samples()
 
-    async def _carry_out(self, key: Key, wanted: Desired, world: World) -> _Done:
+    async def _carry_out(self, key: Key, wanted: Desired, seen: Observed) -> _Done:
         """Plans and applies until there is nothing more to do now, or nothing that helps."""
         before: tuple[rollout.Operation, ...] = ()
         found: list[Obstacle] = []
         for _ in range(MAX_ROUNDS):
-            seen = observe(world.children)
-            plan = rollout.plan(_available(wanted, world.absent), seen, self._clock())
-            if not plan.operations or plan.operations == before or found:
+            plan = rollout.plan(wanted, seen, self._clock())
+            in_vain = plan.operations != () and plan.operations == before
+            if not plan.operations or in_vain or found:
                 break
             found = await self._perform_all(key, plan.operations)
             before = plan.operations
-            world = await self._backend.observe(key)
-        in_vain = plan.operations != () and plan.operations == before
+            seen = observe((await self._backend.observe(key)).children)
         return _Done(seen, plan, tuple(found), in_vain)
 
     async def _perform_all(
