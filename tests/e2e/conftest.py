@@ -30,6 +30,10 @@ def reference(model: Path) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill and one decode worker, left as they were by each test."""
-    with serving(spec(model), tmp_path_factory.mktemp("cluster")) as running:
+    """One prefill and one decode worker, left as they were by each test. Prompts always go
+    from one to the other: how short or how cached one is must not decide what is tested."""
+    one: dict[str, int] = {"replicas": 1}
+    router = {"routing": {"disaggregate": "always"}}
+    made = spec(model, prefill=one, decode=one, router=router)
+    with serving(made, tmp_path_factory.mktemp("cluster")) as running:
         yield running
