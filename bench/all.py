@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.common import ROOT, Goals, arguments
 
-BENCHES = ("identity", "interference", "operator", "policies", "startup")
+BENCHES = ("engine", "identity", "interference", "operator", "policies", "startup")
 RESULTS = ROOT / "bench" / "RESULTS.md"
 
 
