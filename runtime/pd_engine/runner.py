@@ -112,7 +112,10 @@ class Runner:
         self._pool.copy_blocks(batch.copies)
         logits = self._forward(batch.rows, on_layers)
         specs, owners = _samples(batch.rows)
-        chosen = sample(logits[[row for row, _ in owners]], specs) if specs else []
+        picked = [row for row, _ in owners]
+        if picked != list(range(logits.shape[0])):  # several samples of a row
+            logits = logits[picked]
+        chosen = sample(logits, specs)
         samples: dict[int, tuple[Sampled, ...]] = {}
         for (_, seq_id), sampled in zip(owners, chosen, strict=True):
             samples[seq_id] = (*samples.get(seq_id, ()), sampled)
@@ -160,8 +163,14 @@ def _native(model: LoadedModel) -> Native | None:
         log.warning("attention=plain: the compiled one is missing, it is %s", found.reason)
         return None
     leave = model.dtype == torch.bfloat16 and cpu_multiplies_bf16()
-    linears, norms = compile_model(model.module, found, linears=not leave)
-    log.info("compiled variant=%s linears=%d norms=%d", found.variant, linears, norms)
+    done = compile_model(model.module, found, linears=not leave)
+    log.info(
+        "compiled variant=%s linears=%d norms=%d rotaries=%d",
+        found.variant,
+        done.linears,
+        done.norms,
+        done.rotaries,
+    )
     return found
 
 

@@ -3,9 +3,11 @@ torch's for forms, types and instruction sets; that a row's result doesn't depen
 batch, bit by bit, for layers and for a whole model; what is left alone; the plain way.
 """
 
+import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.nn.functional import linear
 
 from pd_engine import runner as runner_module
 from pd_engine.attention.library import Missing, Native, load
-from pd_engine.compiled import CompiledNorm, PackedLinear, compile_model
+from pd_engine.compiled import Compiled, CompiledNorm, CompiledRotary, PackedLinear, compile_model
 from pd_engine.model import cpu_multiplies_bf16
 from pd_engine.runner import Runner
 from pd_engine.types import Batch, Row, SampleSpec, Sampling
@@ -60,7 +62,7 @@ def a_linear(inner: int, outer: int, bias: bool, dtype: torch.dtype) -> torch.nn
 
 def packed(lib: Native, layer: torch.nn.Linear) -> PackedLinear:
     model = torch.nn.Sequential(layer)
-    assert compile_model(model, lib) == (1, 0)
+    assert compile_model(model, lib) == Compiled(1, 0, 0)
     made = model[0]
     assert isinstance(made, PackedLinear)
     return made
@@ -141,11 +143,59 @@ class OddRMSNorm(LlamaRMSNorm):
 def test_norms(lib: Native, dtype: torch.dtype, dim: int, kind: type[LlamaRMSNorm]) -> None:
     norm = kind(random(dim, dtype=dtype))
     model = torch.nn.Sequential(norm)
-    assert compile_model(model, lib) == (0, 1)
+    assert compile_model(model, lib) == Compiled(0, 1, 0)
     assert isinstance(model[0], CompiledNorm)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
     for x in (random(1, dim, dtype=dtype), random(2, 70, 3, dim, dtype=dtype).transpose(1, 2)):
         torch.testing.assert_close(model[0](x), norm(x), atol=tolerance, rtol=tolerance)
+
+
+# ---- rotation ---------------------------------------------------------------------------
+
+
+def rotary_of(family: str) -> Any:
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return module.apply_rotary_pos_emb
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("family", "dim", "rotary"), [("llama", 64, 64), ("llama", 6, 6), ("phi3", 16, 12)]
+)
+def test_rotary(lib: Native, dtype: torch.dtype, family: str, dim: int, rotary: int) -> None:
+    original = rotary_of(family)
+    made = CompiledRotary(lib, original)
+    for tokens in (1, 3, 200):
+        # As models have them: [token, head, dim] in memory.
+        q = random(1, tokens, 6, dim, dtype=dtype).transpose(1, 2)
+        k = random(1, tokens, 2, dim, seed=1, dtype=dtype).transpose(1, 2)
+        cos, sin = (random(1, tokens, rotary, seed=i, dtype=dtype) for i in (2, 3))
+        found, wanted = made(q, k, cos, sin), original(q, k, cos, sin)
+        tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_rotations_of_other_forms_take_the_original_way(lib: Native) -> None:
+    original = rotary_of("llama")
+    made = CompiledRotary(lib, original)
+    q, k, cos, sin = (random(2, 3, 5, 8, seed=i) for i in range(4))
+    both = made(q, k, cos[:, 0], sin[:, 0]), original(q, k, cos[:, 0], sin[:, 0])
+    for found, wanted in zip(*both, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@needs_library
+def test_other_models_of_the_process_keep_their_rotation() -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    before = rotary_of("llama")
+    runner = tiny(compiled=True)
+    assert rotary_of("llama") is before
+    layer: Any = next(m for m in runner._model.module.modules() if isinstance(m, LlamaAttention))
+    replaced = layer.forward.__func__.__globals__["apply_rotary_pos_emb"]
+    assert isinstance(replaced, CompiledRotary)
+    assert "forward" not in vars(type(layer)(layer.config, 0))
 
 
 def test_what_is_left_alone(lib: Native) -> None:
@@ -159,10 +209,10 @@ def test_what_is_left_alone(lib: Native) -> None:
         torch.nn.Linear(8, 8, dtype=torch.float64),
     )
     model = torch.nn.Sequential(*kept)
-    assert compile_model(model, lib) == (0, 0)
+    assert compile_model(model, lib) == Compiled(0, 0, 0)
     assert all(a is b for a, b in zip(model, kept, strict=True))
     both = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    assert compile_model(both, lib, linears=False) == (0, 0)
+    assert compile_model(both, lib, linears=False) == Compiled(0, 0, 0)
 
 
 def test_which_cpus_multiply_bfloat16(tmp_path: Path) -> None:

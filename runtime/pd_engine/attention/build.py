@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ABI = 2  # PD_ATTENTION_ABI
+ABI = 3  # PD_ATTENTION_ABI
 
 _SOURCES = Path(__file__).resolve().parent / "csrc"
 _BUILT = Path(__file__).resolve().parent / "built"

@@ -18,6 +18,7 @@ _FUNCTIONS = {
     "pd_linear": 1,
     "pd_linear_pack": 3,
     "pd_norm": 1,
+    "pd_rotary": 1,
 }
 """Those that take addresses only, and how many."""
 
@@ -99,6 +100,30 @@ class NormCall(ctypes.Structure):
         ("y", ctypes.c_void_p),
         ("x_row", ctypes.c_int64),
         ("y_row", ctypes.c_int64),
+    )
+
+
+class RotaryCall(ctypes.Structure):
+    """PdRotary in csrc/attention.h."""
+
+    _fields_ = (
+        ("dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("dim", ctypes.c_int32),
+        ("rotary", ctypes.c_int32),
+        ("q_heads", ctypes.c_int32),
+        ("k_heads", ctypes.c_int32),
+        ("q", ctypes.c_void_p),
+        ("k", ctypes.c_void_p),
+        ("cosines", ctypes.c_void_p),
+        ("sines", ctypes.c_void_p),
+        ("q_out", ctypes.c_void_p),
+        ("k_out", ctypes.c_void_p),
+        ("q_head", ctypes.c_int64),
+        ("q_token", ctypes.c_int64),
+        ("k_head", ctypes.c_int64),
+        ("k_token", ctypes.c_int64),
     )
 
 

@@ -4,14 +4,15 @@
 #include <cstdint>
 
 // Raised whenever a structure or a function's meaning changes.
-#define PD_ATTENTION_ABI 2
+#define PD_ATTENTION_ABI 3
 
 extern "C" {
 
 // One step: the same for all layers. Strides count elements.
 struct PdStep {
   int32_t dtype;  // 0 float32, 1 bfloat16, 2 float16
-  int32_t rows, threads;
+  int32_t rows;
+  int32_t threads;  // here and below 0 is OpenMP's number for this thread
   int32_t heads, kv_heads, head_dim, block_tokens;
   int64_t block_stride;      // from a block to the next
   int64_t half_stride;       // from a layer's K to its V
@@ -54,6 +55,18 @@ struct PdNorm {
   int64_t x_row, y_row;
 };
 
+// Rotary positions of queries and keys: of a head's first `rotary` values, each half turns
+// with the other; the rest passes. Inputs [head, token, dim] by strides, dense in dim;
+// outputs [token, head, dim], dense; cosines and sines [token, rotary], dense.
+struct PdRotary {
+  int32_t dtype, threads;
+  int32_t tokens, dim, rotary;
+  int32_t q_heads, k_heads;
+  const void *q, *k, *cosines, *sines;
+  void *q_out, *k_out;
+  int64_t q_head, q_token, k_head, k_token;
+};
+
 }  // extern "C"
 
 struct PdVariant {
@@ -64,4 +77,5 @@ struct PdVariant {
   void (*pack)(const PdLinear*, const void* weight, void* packed);
   void (*linear)(const PdLinear*);
   void (*norm)(const PdNorm*);
+  void (*rotary)(const PdRotary*);
 };

@@ -92,3 +92,5 @@ PD_API void pd_linear_pack(const PdLinear* linear, const void* weight, void* pac
 PD_API void pd_linear(const PdLinear* linear) { chosen->linear(linear); }
 
 PD_API void pd_norm(const PdNorm* norm) { chosen->norm(norm); }
+
+PD_API void pd_rotary(const PdRotary* rotary) { chosen->rotary(rotary); }

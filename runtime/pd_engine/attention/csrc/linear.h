@@ -3,8 +3,6 @@
 // registers. Each sum is taken in the order of the inner dimension whatever the batch is:
 // a row's result is the same, bit by bit, alone and among others.
 #pragma once
-#include <omp.h>
-
 #include "tiles.h"
 
 namespace {
@@ -122,7 +120,7 @@ void linear_as(const PdLinear& l) {
   const int panels = (l.outer + OUTPUTS - 1) / OUTPUTS;
   const int chunks = (l.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
   const int64_t work = static_cast<int64_t>(l.rows) * l.inner * l.outer;
-  const int threads = work < SMALL_LINEAR ? 1 : l.threads;
+  const int threads = team(l.threads, work < SMALL_LINEAR);
   // Panels go out in groups: few enough to keep all threads busy to the end.
   const int group = max_of(1, panels / (threads * 8));
   const int groups = (panels + group - 1) / group;
@@ -151,7 +149,7 @@ void linear(const PdLinear* l) {
 template <class T>
 void pack_as(const PdLinear& l, const T* weight, T* packed) {
   const int panels = (l.outer + OUTPUTS - 1) / OUTPUTS;
-#pragma omp parallel for schedule(static) num_threads(l.threads) if (l.threads > 1)
+#pragma omp parallel for schedule(static) num_threads(team(l.threads, false))
   for (int panel = 0; panel < panels; ++panel) {
     T* to = packed + static_cast<int64_t>(panel) * l.inner * OUTPUTS;
     const int n = panel * OUTPUTS, outputs = min_of(OUTPUTS, l.outer - n);

@@ -1,7 +1,5 @@
 // Root-mean-square normalization, in one pass over a row that is in the cache.
 #pragma once
-#include <omp.h>
-
 #include "tiles.h"
 
 namespace {
@@ -41,7 +39,7 @@ void norm_row(const PdNorm& p, int64_t row) {
 template <class T>
 void norm_as(const PdNorm& p) {
   const int64_t work = static_cast<int64_t>(p.rows) * p.dim;
-  const int threads = work < SMALL_NORM ? 1 : p.threads;
+  const int threads = team(p.threads, work < SMALL_NORM);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int row = 0; row < p.rows; ++row) norm_row<T>(p, row);
 }

@@ -1,5 +1,7 @@
 // What both ways of computing share: a piece of work, the keys' addresses, results.
 #pragma once
+#include <omp.h>
+
 #include <cstdlib>
 
 #include "attention.h"
@@ -24,6 +26,12 @@ struct Merge {
   int32_t row, query, queries, splits;
   int64_t partial;
 };
+
+// How many threads a call takes.
+PD_INLINE int team(int asked, bool small) {
+  if (small) return 1;
+  return asked > 0 ? asked : omp_get_max_threads();
+}
 
 // Memory that a thread keeps from call to call.
 class Scratch {

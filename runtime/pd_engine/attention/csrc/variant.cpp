@@ -1,11 +1,10 @@
 // The op for one instruction set: cuts a batch into items, shares them out among threads,
 // puts split contexts together. Compiled once for each of build.py's variants.
-#include <omp.h>
-
 #include "few.h"
 #include "linear.h"
 #include "many.h"
 #include "norm.h"
+#include "rotary.h"
 
 namespace {
 
@@ -92,7 +91,7 @@ void make_plan(const PdStep& s, const PdLayer& l, Plan& plan) {
   }
   // All heads of a key lie side by side: reading them together is kinder to memory, as long
   // as all threads have something to do.
-  plan.heads = splits >= 4 * s.threads ? s.kv_heads : 1;
+  plan.heads = splits >= 4 * team(s.threads, false) ? s.kv_heads : 1;
   for (int row = 0; row < s.rows; ++row) {
     const RowTiles t = tiles_of(s, row);
     for (int tile = t.tiles - 1; tile >= 0; --tile) plan_tile(s, l, t, tile, plan);
@@ -144,7 +143,7 @@ void attend_as(const PdStep& s, const PdLayer& l) {
   make_plan(s, l, plan);
   float* partials = memory.floats(plan.partials * (s.head_dim + 2));
   const Plan& p = plan;  // thread_local: the other threads would see their own
-  const int threads = p.work < SMALL ? 1 : s.threads;
+  const int threads = team(s.threads, p.work < SMALL);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
 #pragma omp for schedule(dynamic, 1)
@@ -184,7 +183,7 @@ template <class T>
 void write_as(const PdStep& s, const PdLayer& l) {
   const int tokens = s.begin[s.rows];
   const int64_t values = static_cast<int64_t>(tokens) * s.kv_heads * s.head_dim;
-  const int threads = values < SMALL ? 1 : s.threads;
+  const int threads = team(s.threads, values < SMALL);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int part = 0; part < threads; ++part) {
     int row = 0;
@@ -210,4 +209,4 @@ void write(const PdStep* s, const PdLayer* l) {
 
 extern const PdVariant PD_NAME(PD_VARIANT);
 const PdVariant PD_NAME(PD_VARIANT) = {
-    PD_TEXT(PD_VARIANT), write, attend, OUTPUTS, pack, linear, norm};
+    PD_TEXT(PD_VARIANT), write, attend, OUTPUTS, pack, linear, norm, rotary};
