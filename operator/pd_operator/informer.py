@@ -229,7 +229,8 @@ class Informer:
         return self._watchers[POD.kind].store.group(key)
 
     def versions(self, key: Key) -> tuple[str, ...]:
-        """Of the PDCluster and all that carries its label: the same while nothing changes."""
+        """Of the PDCluster, then of all that carries its label."""
+        # The PDCluster's watcher is the first, and has one object of each key.
         return tuple(
             version
             for watcher in self._watchers.values()

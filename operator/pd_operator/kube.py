@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +88,7 @@ class Transport(Protocol):
 @dataclass(frozen=True, slots=True)
 class Listed:
     version: str
-    items: list[Manifest]
+    items: "Items | list[Manifest]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,7 @@ class Kube:
         query = {"labelSelector": selector, "resourceVersion": version or ""}
         path = resource.path(namespace)
         request = Request("list", resource, "GET", path, _given(query), timeout_s=timeout_s)
-        found = await self._call(request)
-        return Listed(found["metadata"].get("resourceVersion", ""), found.get("items") or [])
+        return _listed((await self._answer(request)).decode())
 
     async def watch(
         self,
@@ -271,6 +270,9 @@ class Kube:
         return await self._call(request)
 
     async def _call(self, request: Request) -> Manifest:
+        return _decode(await self._answer(request))
+
+    async def _answer(self, request: Request) -> bytes:
         if request.is_write:
             self._guard(request)
         began = time.monotonic()
@@ -282,7 +284,50 @@ class Kube:
             self._observer(request, code, time.monotonic() - began)
         if not 200 <= code < 300:
             raise apierrors.from_response(code, response.headers, response.body)
-        return _decode(response.body)
+        return response.body
+
+
+class Items:
+    """The objects of a list: text that is parsed one by one, whenever they are gone through.
+    All at once would take five times the memory of the text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __iter__(self) -> Iterator[Manifest]:
+        text, at = self._text, 0
+        while at < len(text):
+            try:
+                item, at = _DECODER.raw_decode(text, at)
+            except ValueError as error:
+                raise apierrors.Unavailable(f"an object of a list is no JSON: {error}") from error
+            if not isinstance(item, dict):
+                raise apierrors.Unavailable("a list has something else than objects")
+            at += 1  # the comma
+            yield item
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+
+_DECODER = json.JSONDecoder()
+_ITEMS = '"items":['
+
+
+def _listed(text: str) -> Listed:
+    """API servers write no spaces, and nothing with brackets beside the items: what is left
+    without these is JSON. Whoever writes lists in another way has them parsed as a whole."""
+    begin, end = text.find(_ITEMS) + len(_ITEMS), text.rfind("]")
+    items: Items | list[Manifest] = Items(text[begin:end])
+    try:
+        if begin < len(_ITEMS):
+            raise ValueError("no items")
+        found = json.loads(f"{text[:begin]}{text[end:]}")
+    except ValueError:
+        found = _decode(text.encode())
+        items = found.get("items") or []
+    metadata = found.get("metadata") or {}
+    return Listed(str(metadata.get("resourceVersion", "")), items)
 
 
 async def _next(lines: AsyncIterator[bytes]) -> bytes | None:

@@ -62,9 +62,9 @@ class Pace:
 class World:
     """What a backend knows of one PDCluster: the object, and its children and pods.
 
-    `absent` are kinds that this backend hasn't got: what is desired of them waits. `mark`
-    is the same as long as all of it is, and `routers` are the addresses of those that serve;
-    a backend may leave both out.
+    `absent` are kinds that this backend hasn't got: what is desired of them waits. A backend
+    may tell versions as `mark` (the object's, then the others') and the addresses of
+    `routers` that serve.
     """
 
     document: Manifest | None
@@ -194,38 +194,40 @@ class Reconciler:
         calm = self._calm.get(key)
         if calm is not None and calm.mark == mark and (now - calm.at).total_seconds() < RESYNC_S:
             return calm.again_s
-        again_s, done = await self._look_closely(key, world, measured)
-        if done and mark is not None:
-            self._calm[key] = _Calm(mark, now, again_s)
-        else:
-            self._calm.pop(key, None)
+        again_s, told = await self._look_closely(key, world, world.document, measured)
+        self._calm.pop(key, None)
+        if mark is not None and told is not None:
+            mark = _mark_after(mark, await self._backend.observe(key), world.document, told)
+            if mark is not None:
+                self._calm[key] = _Calm(mark, now, again_s)
         return again_s
 
-    async def _look_closely(self, key: Key, world: World, measured: Samples) -> tuple[float, bool]:
-        """Seconds until the next look, and whether there was nothing to do, nor will be for
-        as long as nothing changes."""
-        assert world.document is not None
+    async def _look_closely(
+        self, key: Key, world: World, document: Manifest, measured: Samples
+    ) -> tuple[float, Manifest | None]:
+        """Seconds until the next look; and the status, if it was all that there was to do, and
+        nothing else will be for as long as nothing changes."""
         try:
-            cluster = api.parse(world.document)
+            cluster = api.parse(document)
             desired.check_supported(cluster, self._settings)
         except api.InvalidCluster as error:
-            await self._write_invalid(key, world.document, error)
-            return RESYNC_S, False
+            await self._write_invalid(key, document, error)
+            return RESYNC_S, None
         seen = observe(world.children)
-        sizes = await self._decide(key, cluster, world.document, seen, measured)
+        sizes = await self._decide(key, cluster, document, seen, measured)
         if sizes.written:
             seen = observe((await self._backend.observe(key)).children)
         wanted = pins.keep(self._render(cluster, sizes.replicas), cluster, seen)
         wanted = _available(wanted, world.absent)
         done = await self._carry_out(key, wanted, seen)
         await self._write_pools(key, cluster, done.seen, sizes)
-        previous, now = world.document.get("status", {}), status.timestamp(self._clock())
+        previous, now = document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
         new = conflicts.with_obstacles(new, done.obstacles, previous, now)
-        await self._write_status(key, world.document, new)
-        still = not (done.plan.operations or done.plan.again_s or is_scaled(cluster))
-        return self._look_again_s(cluster, done), still and new == previous
+        await self._write_status(key, document, new)
+        busy = done.plan.operations or done.plan.again_s or sizes.written or is_scaled(cluster)
+        return self._look_again_s(cluster, done), None if busy else new
 
     def _render(self, cluster: Cluster, sizes: Mapping[Role, int]) -> Desired:
         """Most looks come a few at a time, at the same version of an object."""
@@ -368,6 +370,27 @@ def _mark(world: World, measured: Samples) -> tuple[object, ...] | None:
         return None
     shown = [sorted(one.items()) for one in (measured.ttft, measured.tpot, measured.own_ttft)]
     return world.mark, world.absent, str(shown)
+
+
+def _mark_after(
+    mark: tuple[object, ...], after: World, before: Manifest, told: Manifest
+) -> tuple[object, ...] | None:
+    """The mark of what a look has left, if all that has changed since is the status that it
+    wrote; None when there is more."""
+    document, (versions, absent, shown) = after.document, mark
+    if document is None or after.mark is None or after.absent != absent:
+        return None
+    if after.mark == versions:  # the status was as it should be, or has to wait
+        return mark if document.get("status", {}) == told else None
+    if after.mark[1:] != versions[1:] or document.get("status") != told:  # type: ignore[index]
+        return None
+    return (after.mark, absent, shown) if _content(document) == _content(before) else None
+
+
+def _content(document: Manifest) -> Manifest:
+    """A document without its status and its version."""
+    metadata = {k: v for k, v in document["metadata"].items() if k != "resourceVersion"}
+    return {**document, "metadata": metadata, "status": None}
 
 
 def router_addresses(pods: Iterable[Manifest]) -> list[str]:

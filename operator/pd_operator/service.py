@@ -33,7 +33,7 @@ log = logging.getLogger("pd_operator.service")
 
 RUNNERS = 8
 """Reconciles at once: they wait for the API server most of the time."""
-GATHER_S = 0.05
+GATHER_S = 0.1
 """Changes of children come in bursts; the object's own are acted on at once."""
 CONFLICT_S = 0.2
 JITTER = (0.8, 1.2)

@@ -110,14 +110,14 @@ class Store(Generic[Group]):
         from after that version. `reset`: versions began anew, whatever was held is void."""
         as_of = number(version)
         touched: set[Group] = set()
-        listed: dict[Name, Manifest] = {name_of(item): item for item in items}
+        listed = {name_of(item): self._hold(item) for item in items}
         self.seen = as_of if reset else max(self.seen, as_of)
-        self._gone = set() if reset else self._gone & {uid_of(item) for item in listed.values()}
+        self._gone = set() if reset else self._gone & {held.uid for held in listed.values()}
         for name, held in list(self._items.items()):
             if name not in listed and (reset or held.version <= as_of):
                 touched |= self._drop(name)
-        for item in listed.values():
-            touched |= self._put(item, force=reset)
+        for name, held in listed.items():
+            touched |= self._put(name, held, force=reset)
         return touched
 
     def event(self, kind: str, item: Manifest) -> set[Group]:
@@ -126,14 +126,14 @@ class Store(Generic[Group]):
         if kind == "DELETED":
             return self._deleted(item)
         if kind in ("ADDED", "MODIFIED"):
-            return self._put(item)
+            return self._put(name_of(item), self._hold(item))
         return set()
 
     def wrote(self, item: Manifest) -> set[Group]:
         """The answer to a write of ours."""
         if version_of(item) <= self.seen:
             return set()  # the watch has told of it, and maybe of what came after it
-        return self._put(item)
+        return self._put(name_of(item), self._hold(item))
 
     def deleted(self, name: Name, uid: str) -> set[Group]:
         """The answer to a delete of ours: the object of that uid is no more."""
@@ -151,15 +151,16 @@ class Store(Generic[Group]):
             return set()  # that one went before; what is held came after it
         return self._drop(name_of(item))
 
-    def _put(self, item: Manifest, *, force: bool = False) -> set[Group]:
-        if uid_of(item) in self._gone:
-            return set()
-        name = name_of(item)
-        held = self._items.get(name)
-        if held is not None and not force and 0 < version_of(item) <= held.version:
-            return set()
+    def _hold(self, item: Manifest) -> _Held:
         slim = self._slim(item)
-        new = _Held(slim, self._group_of(slim), self._packs)
+        return _Held(slim, self._group_of(slim), self._packs)
+
+    def _put(self, name: Name, new: _Held, *, force: bool = False) -> set[Group]:
+        if new.uid in self._gone:
+            return set()
+        held = self._items.get(name)
+        if held is not None and not force and 0 < new.version <= held.version:
+            return set()
         same = held is not None and held.content == new.content
         touched = self._drop(name) | self._store(name, new)
         # Newer, but nothing that we keep has changed: only the version is new.

@@ -105,7 +105,7 @@ class FakeApi:
                 return Response(504, {}, json.dumps(_AHEAD).encode())
             items = [one for place, one in self.objects.items() if place[0] == kind]
             body = {"metadata": {"resourceVersion": str(self.version)}, "items": items}
-            return Response(200, {}, json.dumps(body).encode())
+            return Response(200, {}, json.dumps(body, separators=(",", ":")).encode())
         if request.verb == "create":
             place = (kind, request.namespace, request.body["metadata"]["name"])
             return (

@@ -143,13 +143,56 @@ def test_a_patch_a_delete_a_list(run, tmp_path: Path):
             await api.patch(DEPLOYMENT, "ns", "x", {"spec": {"replicas": 2}})
             await api.delete(SERVICE, "ns", "x", uid="u", version="5")
             listed = await api.list(SERVICE, selector="a=b", version="0")
-        assert (listed.version, listed.items) == ("7", [])
+        assert (listed.version, list(listed.items), bool(listed.items)) == ("7", [], False)
         assert "Content-Type: application/merge-patch+json" in server.heads[0]
         assert server.heads[1].startswith("DELETE /api/v1/namespaces/ns/services/x HTTP")
         options = json.loads(server.bodies[1])
         assert options["preconditions"] == {"uid": "u", "resourceVersion": "5"}
         assert options["propagationPolicy"] == "Background"
         assert "GET /api/v1/services?labelSelector=a%3Db&resourceVersion=0" in server.heads[2]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # as of built-in kinds, and as of custom ones
+        '{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[%s]}\n',
+        '{"apiVersion":"v1","items":[%s],"kind":"L","metadata":{"resourceVersion":"7"}}\n',
+        # as nobody has it yet
+        '{ "items": [%s], "metadata": {"resourceVersion": "7"} }',
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_lists_are_parsed_item_by_item(run, tmp_path: Path, text: str, count: int):
+    items = [{"metadata": {"name": f"n{n}"}, "x": ["]", {"items": [n]}]} for n in range(count)]
+    body = text % ",".join(json.dumps(item, separators=(",", ":")) for item in items)
+
+    async def write(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 x\r\nContent-Length: %d\r\n\r\n" % len(body) + body.encode())
+
+    async def scenario() -> None:
+        async with connected(tmp_path, write) as (api, _):
+            listed = await api.list(SERVICE)
+        assert listed.version == "7"
+        assert list(listed.items) == list(listed.items) == items
+        assert bool(listed.items) == bool(items)
+
+    run(scenario())
+
+
+def test_a_list_that_is_cut(run, tmp_path: Path):
+    body = b'{"metadata":{"resourceVersion":"7"},"items":[{"a":1},{"b":]}'
+
+    async def write(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async def scenario() -> None:
+        async with connected(tmp_path, write) as (api, _):
+            listed = await api.list(SERVICE)
+        with pytest.raises(apierrors.Unavailable):
+            list(listed.items)
 
     run(scenario())
 

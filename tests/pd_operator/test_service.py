@@ -80,6 +80,35 @@ def test_everything_is_made_once_and_forgotten_with_its_object(run):
     run(scenario())
 
 
+def test_rest_costs_nothing_and_changes_are_seen(run, monkeypatch: pytest.MonkeyPatch):
+    """After one look that found all in order, the next ones look at versions alone."""
+
+    async def scenario() -> None:
+        api = FakeApi()
+        await api.put(pdcluster("chat"))
+        async with operating(api, resync_s=0.1) as (operator, metrics):
+            await until(lambda: bool(operator._reconciler._calm))
+            closely = 0
+            look = operator._reconciler._look_closely
+
+            async def counted(*arguments: Any) -> Any:
+                nonlocal closely
+                closely += 1
+                return await look(*arguments)
+
+            monkeypatch.setattr(operator._reconciler, "_look_closely", counted)
+            before = looks(metrics, "ok")
+            await until(lambda: looks(metrics, "ok") >= before + 3)
+            assert closely == 0
+            document = api.objects["PDCluster", "ns", "chat"]
+            spec = {**document["spec"], "decode": {"replicas": 3}}
+            await api.put({**document, "spec": spec})
+
+            await until(lambda: closely > 0)
+
+    run(scenario())
+
+
 def test_ready_means_that_all_is_heard_and_looked_at(run, monkeypatch: pytest.MonkeyPatch):
     async def scenario() -> None:
         api = FakeApi(refuse={"list": 503})
