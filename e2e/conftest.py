@@ -10,7 +10,7 @@ from e2e.cluster import build, cluster, images
 from e2e.cluster.envtest import Kube
 from e2e.cluster.layout import Layout
 from e2e.load import Question
-from e2e.site import CHART, RELEASE, SYSTEM, Site
+from e2e.site import Site
 from tests.reference import Reference
 from tests.tiny_model import tiny_model_dir
 
@@ -30,28 +30,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         kube = Kube(cluster.kubeconfig_of(layout), tmp_path_factory.mktemp("kubeconfigs"))
         try:
             place = Site(kube, layout)
-            install(place)
+            place.install()
             yield place
         finally:
             kube.close()
     finally:
         cluster.down(layout)
-
-
-def install(place: Site, *more: str) -> str:
-    """`helm upgrade --install` of the chart with our own images."""
-    pairs = {
-        "image.repository": "pdcluster.test/operator",
-        "image.tag": "dev",
-        "image.pullPolicy": "Never",
-        "engine.image": images.IMAGES["engine-thin"].reference,
-        "router.image": images.IMAGES["router"].reference,
-    }
-    settings = [part for name, value in pairs.items() for part in ("--set", f"{name}={value}")]
-    return place.helm(
-        "upgrade", "--install", RELEASE, str(CHART), "--namespace", SYSTEM, "--create-namespace",
-        "--wait", "--timeout", "120s", *settings, *more,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,10 @@ PDClusters of tests use the thin engine image: torch comes from this machine's e
 through a claim on a volume that is a folder of the node.
 """
 
+import re
 import secrets
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any
 
 from e2e.cluster import build, claims, images
 from e2e.cluster.api import Api, Manifest, wait_for
-from e2e.cluster.envtest import Kube
+from e2e.cluster.envtest import Kube, kubectl
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.layout import Layout
 
@@ -25,6 +27,7 @@ PDCLUSTER = ("pdcluster.dev/v1alpha1", "PDCluster")
 PDPOOL = ("pdcluster.dev/v1alpha1", "PDPool")
 HTTP_PORT = 8000
 HELM_DEADLINE_S = 300
+FORWARD_DEADLINE_S = 60
 READY_DEADLINE_S = 420.0
 GONE_DEADLINE_S = 180.0
 PACKAGES, MODEL = "packages", "model"
@@ -44,6 +47,30 @@ class Site:
     def kubectl(self, *arguments: str, input: str | None = None) -> str:
         return self.kube.kubectl(*arguments, input=input)
 
+    @contextmanager
+    def forwarded(self, namespace: str, target: str, port: int) -> Iterator[int]:
+        """The local port at which `kubectl port-forward` serves one of a target's."""
+        command = [
+            kubectl(), "--kubeconfig", str(self.kube.kubeconfig), "port-forward",
+            "-n", namespace, target, f":{port}", "--address=127.0.0.1",
+        ]  # fmt: skip
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            deadline = threading.Timer(FORWARD_DEADLINE_S, process.kill)
+            deadline.start()
+            try:
+                line = process.stdout.readline()
+                deadline.cancel()
+                found = re.match(r"Forwarding from 127\.0\.0\.1:(\d+) ", line)
+                if found is None:
+                    raise ClusterError(f"kubectl port-forward {target}: {line.strip()}")
+                yield int(found[1])
+            finally:
+                deadline.cancel()
+                process.terminate()
+
     def helm(self, *arguments: str) -> str:
         done = subprocess.run(
             [
@@ -60,6 +87,21 @@ class Site:
         if done.returncode != 0:
             raise ClusterError(f"helm {' '.join(arguments)}: {done.stderr.strip()}")
         return done.stdout
+
+    def install(self, *more: str, chart: Path = CHART) -> str:
+        """`helm upgrade --install` of a chart with our own images."""
+        pairs = {
+            "image.repository": "pdcluster.test/operator",
+            "image.tag": "dev",
+            "image.pullPolicy": "Never",
+            "engine.image": images.IMAGES["engine-thin"].reference,
+            "router.image": images.IMAGES["router"].reference,
+        }
+        settings = [part for name, value in pairs.items() for part in ("--set", f"{name}={value}")]
+        return self.helm(
+            "upgrade", "--install", RELEASE, str(chart), "--namespace", SYSTEM,
+            "--create-namespace", "--wait", "--timeout", "120s", *settings, *more,
+        )  # fmt: skip
 
     # ---- namespaces and volumes ---------------------------------------------------
 

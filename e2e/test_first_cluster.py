@@ -1,6 +1,8 @@
 """Story: install with Helm, apply one object, ask it something, look at it, delete it."""
 
+import asyncio
 import json
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import yaml
 
 from e2e import network
 from e2e.cluster.api import wait_for
-from e2e.site import PDCLUSTER, Site, document, pool
+from e2e.site import HTTP_PORT, PDCLUSTER, Site, document, pool
 from pd_core.failures import FailureKind
 from tests import client
 from tests.reference import Reference
@@ -23,14 +25,18 @@ def ask(site: Site, namespace: str, body: dict[str, Any]) -> tuple[int, Any]:
     """One chat through the Service."""
     host, port = site.address(namespace, NAME)
 
-    async def work() -> tuple[int, Any]:
-        answer = await client.request(host, port, "POST", "/v1/chat/completions", body)
-        try:
-            return answer.status, await answer.json()
-        finally:
-            await answer.close()
+    def work() -> Coroutine[Any, Any, tuple[int, Any]]:
+        return say(host, port, "POST", "/v1/chat/completions", body)
 
     return network.start(site.layout.namespace_file, work).result(120)
+
+
+async def say(host: str, port: int, *request: Any) -> tuple[int, Any]:
+    answer = await client.request(host, port, *request)
+    try:
+        return answer.status, await answer.json()
+    finally:
+        await answer.close()
 
 
 @pytest.mark.timeout(900)
@@ -49,6 +55,11 @@ def test_from_helm_install_to_an_answer_and_back_to_nothing(site: Site) -> None:
         assert answer["choices"][0]["message"]["content"] == right_answer(12)
         status, answer = ask(site, namespace, {**body, "model": "other"})
         assert (status, answer["error"]["code"]) == (404, FailureKind.MODEL_NOT_FOUND)
+
+        # As one tries it from a laptop.
+        with site.forwarded(namespace, f"service/{NAME}-router", HTTP_PORT) as port:
+            status, models = asyncio.run(say("127.0.0.1", port, "GET", "/v1/models"))
+            assert (status, [one["id"] for one in models["data"]]) == (200, ["smollm2"])
 
         columns = wait_for("TTFT and TPOT", lambda: measured_columns(site, namespace), 60)
         assert columns["READY"] == "True"

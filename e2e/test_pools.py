@@ -1,6 +1,7 @@
 """Story: pools are scaled from outside where that is asked for, and nowhere else; what can't
 run says so without taking anything else down."""
 
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from e2e.cluster.api import wait_for
+from e2e.cluster.api import Manifest, wait_for
 from e2e.load import Load, Question
-from e2e.site import CLAIMED_MODEL, PDPOOL, Site, document, pool
+from e2e.site import CHART, CLAIMED_MODEL, PDPOOL, SYSTEM, Site, document, pool
 
 NAME = "pools"
 DEADLINE_S = 240.0
@@ -50,6 +51,55 @@ def test_kubectl_scale_counts_in_external_mode(site: Site, namespace: str) -> No
         wait_for("the pods", partial(has_pods, site, namespace, pods), DEADLINE_S)
         assert site.api.get(*PDPOOL, DECODE, namespace)["spec"]["replicas"] == replicas
     site.wait_ready(namespace, NAME)
+
+
+def test_helm_upgrade_brings_new_crds_and_keeps_what_was_scaled(
+    site: Site, namespace: str, questions: list[Question], tmp_path: Path
+) -> None:
+    apply(site, namespace, prefill=pool(1), decode=external(1, 3))
+    site.wait_ready(namespace, NAME)
+    site.kubectl("scale", "pdpool", DECODE, "-n", namespace, "--replicas=2")
+    wait_for("the pods", partial(has_pods, site, namespace, 2), DEADLINE_S)
+    site.wait_ready(namespace, NAME)
+    before = uids(site.pods(namespace))
+    operator = operators(site)
+    with Load(
+        site.layout.namespace_file, site.address(namespace, NAME), questions, streams=2
+    ) as load:
+        site.install("--set", "logLevel=debug", chart=next_chart(tmp_path))
+        wait_for("the column", lambda: "SHIPPED" in listed(site, namespace), 60)
+        wait_for("the old operator's end", lambda: not operator & operators(site), 60)
+        site.install()
+        wait_for("no column", lambda: "SHIPPED" not in listed(site, namespace), 60)
+        load.until_more(4)
+    load.assert_flawless()
+    assert site.api.get(*PDPOOL, DECODE, namespace)["spec"]["replicas"] == 2
+    assert uids(site.pods(namespace)) == before
+
+
+def listed(site: Site, namespace: str) -> str:
+    return site.kubectl("get", "pdc", NAME, "-n", namespace)
+
+
+def operators(site: Site) -> set[str]:
+    return uids(site.api.items("v1", "Pod", SYSTEM))
+
+
+def uids(objects: list[Manifest]) -> set[str]:
+    return {one["metadata"]["uid"] for one in objects}
+
+
+def next_chart(folder: Path) -> Path:
+    """Our chart as a later release may have it: with one more column."""
+    chart = folder / "pdcluster"
+    shutil.copytree(CHART, chart)
+    crd = chart / "templates" / "crd-pdclusters.yaml"
+    text = crd.read_text()
+    heading = "      additionalPrinterColumns:\n"
+    assert text.count(heading) == 1
+    column = "        - {name: SHIPPED, type: string, jsonPath: .metadata.uid}\n"
+    crd.write_text(text.replace(heading, heading + column))
+    return chart
 
 
 def test_kubectl_scale_is_set_back_where_replicas_are_given(site: Site, namespace: str) -> None:

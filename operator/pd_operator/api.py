@@ -134,11 +134,11 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     model = apiparts.model(spec)
     slo = _slo(spec.child_or_empty("slo"))
     pools = _pools(spec, slo)
-    router = _router(spec.child_or_empty("router"))
+    router = _router(spec.child_or_empty("router"), spec.child_or_empty("security"))
     transport, quantization, colocate = _kv_transfer(spec.child_or_empty("kvTransfer"), pools)
     rollout = _rollout(spec.child_or_empty("rollout"))
     gpus, ratio = _budget(spec, pools)
-    spec.not_yet("security", "tracing")
+    spec.not_yet("tracing")
     spec.close()
     return Cluster(
         name, namespace, uid, generation, model, slo, pools, router, transport, colocate,
@@ -277,14 +277,19 @@ def _scaling(node: Node | None) -> Scaling | None:
     return scaling
 
 
-def _router(node: Node) -> Router:
+def _router(node: Node, security: Node) -> Router:
+    keys = security.child("apiKeys")
+    secret, clients = ("", {}) if keys is None else routerparts.api_keys(keys)
     router = Router(
         node.integer("replicas", 1, 1, 100),
         apiparts.template(node.child("template"), "router"),
-        routerparts.flags(node),
+        routerparts.flags(node, clients, keys),
+        secret,
     )
     node.not_yet("processes")
     node.close()
+    security.not_yet("tls")
+    security.close()
     return router
 
 

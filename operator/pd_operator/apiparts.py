@@ -23,8 +23,8 @@ from pd_operator.apitypes import (
 from pd_operator.fields import LABEL_KEY, LABEL_VALUE, NAME_PATTERN, OBJECT_PATTERN, Node, show
 
 BUILTIN_MODELS = ("smollm2-135m-instruct",)
-OWN_VOLUMES = ("home", "tmp", "models", "source", "shm")
-OWN_PATHS = ("/tmp", "/models", "/source", "/dev/shm", "/home/pdcluster")
+OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "api-keys")
+OWN_PATHS = ("/tmp", "/models", "/source", "/dev/shm", "/home/pdcluster", "/etc/pdcluster/api-keys")
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?")
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")

@@ -211,11 +211,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """`flags`: how it chooses workers and what it promises, where that isn't the default."""
+    """`flags`: how it chooses workers and what it promises, where that isn't the default.
+    `api_keys`: the Secret with the keys; "" lets everybody ask."""
 
     replicas: int
     template: Template
     flags: tuple[str, ...] = ()
+    api_keys: str = ""
 
 
 @dataclass(frozen=True, slots=True)

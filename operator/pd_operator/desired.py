@@ -90,6 +90,9 @@ def check_supported(cluster: Cluster, settings: Settings) -> None:
         problem = "is for `pdcluster up` on one machine: restricted pods can't mount it"
         remedy = "write persistentVolumeClaim, image or huggingFace"
         errors.append(FieldError("spec.model.source.hostPath", problem, remedy))
+    if cluster.router.api_keys and settings.host_paths:
+        problem = "names a Secret, and on one machine there are none"
+        errors.append(FieldError("spec.security.apiKeys", problem, "leave it out"))
     if cluster.transport not in settings.transports:
         problem = f"is {cluster.transport}, which the engine doesn't have yet"
         if cluster.transport == "shm":

@@ -29,6 +29,7 @@ GRACE_MARGIN_S = 15
 """How much longer than the drain a pod may take to end: closing sockets, freeing memory."""
 ROUTER_PRESTOP_S = 5
 """How long a router goes on after it left the Service, until every node has noticed."""
+API_KEYS_PATH = "/etc/pdcluster/api-keys"
 SHM_SIZE = "8Gi"
 """At most: it counts as the container's memory, as far as it is used."""
 
@@ -100,6 +101,7 @@ def _placement(cluster: Cluster, role: Role) -> Manifest:
 def router_template(cluster: Cluster, settings: Settings) -> Manifest:
     """A router's pod."""
     template = cluster.router.template
+    keys, key_mounts = _api_keys(cluster.router.api_keys)
     image = template.image or settings.router_image
     fields = {
         "command": list(settings.router_command),
@@ -111,6 +113,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             f"--control=$(POD_IP):{CONTROL_PORT}",
             f"--drain-timeout-s={cluster.rollout.drain_timeout_s:g}",
             *cluster.router.flags,
+            *([f"--api-keys={API_KEYS_PATH}"] if keys else []),
         ],
         "env": podparts.env({HTTP_BIND_ENV: f"$(POD_IP):{HTTP_PORT}"}, template),
         "ports": podparts.container_ports(ROUTER_PORTS),
@@ -120,7 +123,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         "readinessProbe": podparts.probe("/health", "http", period_s=2, failures=3),
         "livenessProbe": podparts.liveness("/health", "admin"),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
-        "volumeMounts": [*SCRATCH_MOUNTS, *podparts.own_mounts(template)],
+        "volumeMounts": [*SCRATCH_MOUNTS, *key_mounts, *podparts.own_mounts(template)],
         **podparts.resources(template.requests, template.limits),
     }
     made = podparts.pod(
@@ -129,11 +132,21 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         template,
         [podparts.container(ROUTER, image, template, fields)],
         (),
-        SCRATCH_VOLUMES,
+        [*SCRATCH_VOLUMES, *keys],
         ROUTER_PRESTOP_S + _drain_grace_s(cluster),
     )
     made["spec"]["topologySpreadConstraints"] = [podparts.spread(component(cluster, ROUTER))]
     return made
+
+
+def _api_keys(secret: str) -> tuple[list[Manifest], list[Manifest]]:
+    """The volume and its mount. Without the Secret the router runs and lets nobody in; it sees
+    the Secret when that comes."""
+    if not secret:
+        return [], []
+    volume = {"name": "api-keys", "secret": {"secretName": secret, "optional": True}}
+    mount = {"name": "api-keys", "mountPath": API_KEYS_PATH, "readOnly": True}
+    return [volume], [mount]
 
 
 def pair_revision(cluster: Cluster, settings: Settings) -> str:

@@ -4,18 +4,45 @@ What is left at its default makes no flag: an older router knows fewer of them.
 """
 
 import json
+import re
 from typing import Any
 
-from pd_operator.fields import NAME_PATTERN, Node
+from pd_operator.fields import NAME_PATTERN, OBJECT_PATTERN, Node
 
+_ENTRY = re.compile(r"[-._a-zA-Z0-9]+")
+_ANY_CLASS = re.compile(r".+")
 _POLICIES = ("cost", "random", "round_robin", "least_load", "prefix", "session")
 _MOST_PER_MINUTE = 1e9
 _LONGEST_GOAL_S = 600.0
 
 
-def flags(router: Node) -> tuple[str, ...]:
-    """The flags of `spec.router.routing` and `spec.router.admission`."""
-    return (*_routing(router.child_or_empty("routing")), *_admission(router))
+Clients = dict[str, dict[str, Any]]
+
+
+def api_keys(node: Node) -> tuple[str, Clients]:
+    """`spec.security.apiKeys`: the Secret, and what clients have of their own."""
+    node.required("secret", "the name of a Secret, such as secret: chat-keys")
+    secret = node.text("secret", OBJECT_PATTERN, "the name of a Secret")
+    clients: Clients = {}
+    for one in node.children("clients"):
+        one.required("name", "an entry of the Secret, such as name: team-a")
+        name = one.text("name", _ENTRY, "the name of an entry of the Secret")
+        if name in clients:
+            one.error("name", "is there twice", "write another name")
+        clients[name] = {}
+        if one.has("class"):
+            clients[name]["class"] = one.text("class", _ANY_CLASS, "a class's name", 63)
+        if one.has("limits"):
+            clients[name]["limits"] = _limits(one.child_or_empty("limits"))
+        one.close()
+    node.close()
+    return secret, clients
+
+
+def flags(router: Node, clients: Clients, keys: Node | None) -> tuple[str, ...]:
+    """The flags of `spec.router.routing` and `spec.router.admission`, and of the clients that
+    `keys` names."""
+    return (*_routing(router.child_or_empty("routing")), *_admission(router, clients, keys))
 
 
 def _routing(node: Node) -> list[str]:
@@ -32,7 +59,7 @@ def _routing(node: Node) -> list[str]:
     return [*made, *(["--allow-trace"] if trace else [])]
 
 
-def _admission(router: Node) -> list[str]:
+def _admission(router: Node, clients: Clients, keys: Node | None) -> list[str]:
     node = router.child_or_empty("admission")
     classes = [_class(one) for one in node.children("classes")]
     if sum(one.get("share", 0.0) for one in classes) > 1:
@@ -43,9 +70,13 @@ def _admission(router: Node) -> list[str]:
     limits = _limits(node.child_or_empty("limits"))
     header = node.flag("classHeader", False)
     node.close()
+    if keys is not None and {c["class"] for c in clients.values() if "class" in c} - {*names}:
+        problem = "name a class that spec.router.admission.classes hasn't got"
+        keys.error("clients", problem, "add it there, or write another")
     made = []
-    if classes or limits:
+    if classes or limits or clients:
         document = {"classes": classes, "limits": limits}
+        document |= {"clients": clients} if clients else {}
         made.append(f"--admission={json.dumps(document, sort_keys=True, separators=(',', ':'))}")
     return [*made, *(["--class-header"] if header else [])]
 

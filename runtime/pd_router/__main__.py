@@ -4,8 +4,10 @@ import asyncio
 import gc
 import logging
 import signal
+import socket
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 
@@ -13,8 +15,9 @@ from pd_router import settings as flags
 from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.app import AppSettings, RouterApp
-from pd_router.http import HttpServer, bind
+from pd_router.http import HttpServer, listen
 from pd_router.journal import Journal
+from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
 from pd_router.session import Sessions
 from pd_router.settings import Settings
@@ -42,10 +45,10 @@ async def _run(settings: Settings) -> None:
         loop.add_signal_handler(number, stop_or_hurry)
     async with AsyncExitStack() as closing:
         # Ports first: one that is taken ends the start before workers hear of this router.
-        http_socket = bind(settings.http, reuse_port=settings.reuse_port)
-        closing.callback(http_socket.close)
-        admin_socket = bind(settings.admin)
-        closing.callback(admin_socket.close)
+        http_sockets = listen(settings.http, reuse_port=settings.reuse_port)
+        closing.callback(_close, http_sockets)
+        admin_sockets = listen(settings.admin)
+        closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model)
         journal = Journal(metrics)
         workers = Workers(WorkersConfig(model=settings.model, router=settings.router_name))
@@ -55,10 +58,13 @@ async def _run(settings: Settings) -> None:
         closing.callback(sessions.close)
         texts = Texts(workers)
         closing.push_async_callback(texts.close)
-        app = RouterApp(_app_settings(settings), workers, sessions, texts, metrics, journal)
-        client = HttpServer(app, http_socket)
+        keyring = await closing.enter_async_context(_keys(settings, metrics))
+        app = RouterApp(
+            _app_settings(settings), workers, sessions, texts, metrics, journal, keyring
+        )
+        client = HttpServer(app, *http_sockets)
         pages = AdminApp(settings.router_name, workers, metrics, journal, sessions.queued)
-        admin = HttpServer(pages, admin_socket)
+        admin = HttpServer(pages, *admin_sockets)
         await closing.enter_async_context(admin.serving())
         await closing.enter_async_context(client.serving())
         gc.collect()
@@ -71,6 +77,11 @@ async def _run(settings: Settings) -> None:
         await _drain(app, settings.drain_timeout_s, hurry)
 
 
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for sock in sockets:
+        sock.close()
+
+
 def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Sessions:
     admission = AdmissionConfig(
         max_running=settings.max_requests,
@@ -81,6 +92,21 @@ def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Session
     return Sessions(workers, Admission(admission), hooks=metrics, routing=settings.routing)
 
 
+@asynccontextmanager
+async def _keys(settings: Settings, metrics: Metrics) -> AsyncIterator[Keyring | None]:
+    """The keys of its folder, followed."""
+    if settings.api_keys is None:
+        yield None
+        return
+    keyring = Keyring(settings.api_keys, metrics.unauthorized)
+    keyring.load()
+    task = asyncio.get_running_loop().create_task(keyring.follow())
+    try:
+        yield keyring
+    finally:
+        task.cancel()
+
+
 def _app_settings(settings: Settings) -> AppSettings:
     return AppSettings(
         model=settings.model,
@@ -89,6 +115,7 @@ def _app_settings(settings: Settings) -> AppSettings:
         max_requests=settings.max_requests + settings.max_queued,
         allow_trace=settings.allow_trace,
         class_header=settings.class_header,
+        promises=settings.promises,
     )
 
 

@@ -60,7 +60,7 @@ class Admission:
         self.config = config or AdmissionConfig()
         self._running: set[str] = set()
         self._queue = FairQueue(self.config.promises.classes)
-        self._limits = RateLimits(self.config.promises.limit)
+        self._limits = RateLimits(self.config.promises.limit_of)
         self._displaced: list[str] = []
         ttft_s = self.config.promises.tightest_ttft_s
         self._ahead_s = math.inf if ttft_s is None else ttft_s * _AHEAD_SHARE

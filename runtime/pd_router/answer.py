@@ -262,7 +262,7 @@ class Run:
                 choices=self._ask.choices,
                 sampling=sampling,
                 deadline_s=deadline_s,
-                cache_salt=self._ask.cache_salt,
+                cache_salt=who.salt + self._ask.cache_salt,
                 priority=self._ask.priority,
                 session=who.session,
                 sla=who.sla,

@@ -17,8 +17,10 @@ import msgspec
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_router import tokens
 from pd_router.answer import Run
+from pd_router.classes import NO_PROMISES, Promises
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal, Record
+from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
 from pd_router.openai import ApiError, Ask, invalid, parse_chat, parse_completion
 from pd_router.prepare import sampling_for, tokenize
@@ -55,6 +57,7 @@ class AppSettings:
     max_requests: int = 4096
     allow_trace: bool = False
     class_header: bool = False
+    promises: Promises = NO_PROMISES
 
 
 class RouterApp:
@@ -68,8 +71,11 @@ class RouterApp:
         texts: Texts,
         metrics: Metrics,
         journal: Journal,
+        keyring: Keyring | None = None,
     ) -> None:
+        """Without a keyring everybody may ask."""
         self._settings = settings
+        self._keyring = keyring
         self._workers = workers
         self._sessions = sessions
         self._texts = texts
@@ -143,6 +149,8 @@ class RouterApp:
 
     async def _route(self, exchange: Exchange) -> None:
         path = exchange.path
+        if path not in ("/health", "/ready"):
+            self._check_key(exchange)
         if path in ("/tokenize", "/detokenize"):
             await self._tokens(exchange)
             return
@@ -165,6 +173,10 @@ class RouterApp:
                 self._check_model(path.removeprefix("/v1/models/"))
                 answer = model
             await exchange.reply(200, msgspec.json.encode(answer))
+
+    def _check_key(self, exchange: Exchange) -> None:
+        if self._keyring is not None:
+            exchange.client = self._keyring.client(exchange.header(b"authorization"))
 
     async def _tokens(self, exchange: Exchange) -> None:
         """Text to tokens, or back, without any worker."""
@@ -209,6 +221,7 @@ class RouterApp:
     # ---- generating -------------------------------------------------------------------
 
     async def _admit(self, exchange: Exchange, record: Record) -> None:
+        self._check_key(exchange)
         exchange.allow("POST")
         self._arrived += 1
         if self._closed:
@@ -262,7 +275,9 @@ class RouterApp:
         run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted)
         run.inbox.on_gone = exchange.abort
         record.reply_id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{exchange.own_id}"
-        asker = who(exchange, ask, class_header=self._settings.class_header)
+        asker = who(
+            exchange, ask, self._settings.promises, class_header=self._settings.class_header
+        )
         if self._settings.allow_trace and exchange.header(TRACE_HEADER) is not None:
             exchange.more_headers = lambda: _trace(run)
         run.start(self._sessions, record.reply_id, samplings, self._left(record), asker)

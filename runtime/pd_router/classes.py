@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_CLASSES = 32
@@ -38,11 +38,25 @@ class RateLimit:
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """One that has an API key. `sla` None: the first class; `limit` None: everybody's."""
+
+    sla: str | None = None
+    limit: RateLimit | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Promises:
-    """All of it. The first class is for those who name none."""
+    """All of it. The first class is for those who name none; `clients` are by name."""
 
     classes: tuple[SlaClass, ...] = (SlaClass(),)
     limit: RateLimit = RateLimit()
+    clients: Mapping[str, Client] = field(default_factory=dict)
+
+    def limit_of(self, tenant: str) -> RateLimit:
+        """A tenant is a client, where there are clients."""
+        client = self.clients.get(tenant)
+        return self.limit if client is None or client.limit is None else client.limit
 
     def named(self, name: str | None) -> SlaClass | None:
         if name is None:
@@ -56,23 +70,40 @@ class Promises:
 
 def read(document: Mapping[str, Any]) -> Promises:
     """From JSON: {"classes": [{"name", "priority", "ttft", "tpot", "share"}],
-    "limits": {"requestsPerMinute", "tokensPerMinute", "burstSeconds"}}; goals in seconds."""
-    _only(document, {"classes", "limits"}, "admission")
+    "limits": {"requestsPerMinute", "tokensPerMinute", "burstSeconds"},
+    "clients": {NAME: {"class", "limits"}}}; goals in seconds."""
+    _only(document, {"classes", "limits", "clients"}, "admission")
     classes = tuple(_class(one, f"classes[{i}]") for i, one in enumerate(_list(document)))
     names = [one.name for one in classes]
     if len(set(names)) < len(names):
         raise BadAdmission("classes: two have the same name")
     if sum(one.share for one in classes) > 1.0 + 1e-9:
         raise BadAdmission("classes: their shares are more than 1 together")
-    limits = document.get("limits", {})
-    _only(limits, {"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, "limits")
+    clients = document.get("clients", {})
+    if not isinstance(clients, Mapping):
+        raise BadAdmission("clients: an object")
     return Promises(
         classes or (SlaClass(),),
-        RateLimit(
-            _number(limits, "requestsPerMinute", "limits"),
-            _number(limits, "tokensPerMinute", "limits"),
-            _number(limits, "burstSeconds", "limits") or _BURST_S,
-        ),
+        _limit(document.get("limits", {}), "limits"),
+        {name: _client(one, f"clients.{name}", names) for name, one in clients.items()},
+    )
+
+
+def _client(document: Any, where: str, classes: list[str]) -> Client:
+    _only(document, {"class", "limits"}, where)
+    name = document.get("class")
+    if name is not None and name not in classes:
+        raise BadAdmission(f"{where}.class: no class has the name {name!r}")
+    limits = document.get("limits")
+    return Client(name, None if limits is None else _limit(limits, f"{where}.limits"))
+
+
+def _limit(document: Any, where: str) -> RateLimit:
+    _only(document, {"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, where)
+    return RateLimit(
+        _number(document, "requestsPerMinute", where),
+        _number(document, "tokensPerMinute", where),
+        _number(document, "burstSeconds", where) or _BURST_S,
     )
 
 

@@ -39,6 +39,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         self.http_version: str = scope["http_version"]
+        self.client = ""  # whose API key it is, where keys are checked
         self.own_id = secrets.token_hex(12)
         self.status = 0  # 0: nothing sent yet
         self.complete = False  # the last byte is out

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import ipaddress
+import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +15,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pd_router.openai import ApiError
 from pd_router.settings import Address
+
+log = logging.getLogger("pd_router.http")
 
 MAX_HEAD_BYTES = 64 * 1024
 HEAD_DEADLINE_S = 30.0
@@ -133,9 +137,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server on a bound socket; the process's signals are none of its business."""
+    """A uvicorn server on bound sockets; the process's signals are none of its business."""
 
-    def __init__(self, app: Any, sock: socket.socket) -> None:
+    def __init__(self, app: Any, sock: socket.socket, *more: socket.socket) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -149,7 +153,7 @@ class HttpServer(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
-        self._sock = sock
+        self._sockets = [sock, *more]
         self._stop = asyncio.Event()
         host, port = sock.getsockname()[:2]
         self.address = Address(host, port)
@@ -189,7 +193,7 @@ class HttpServer(uvicorn.Server):
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Serves while the body runs."""
-        task = asyncio.get_running_loop().create_task(self.serve(sockets=[self._sock]))
+        task = asyncio.get_running_loop().create_task(self.serve(sockets=self._sockets))
         try:
             while not self.started and not task.done():
                 await asyncio.sleep(0)
@@ -199,6 +203,21 @@ class HttpServer(uvicorn.Server):
         finally:
             self._stop.set()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def listen(address: Address, *, reuse_port: bool = False) -> list[socket.socket]:
+    """Sockets bound to an address and, where it is a pod's own, to its loopback address: that
+    is where `kubectl port-forward` and `kubectl exec` come from. OSError when it's taken."""
+    sockets = [bind(address, reuse_port=reuse_port)]
+    host, port = sockets[0].getsockname()[:2]
+    ip = ipaddress.ip_address(host)
+    if not (ip.is_loopback or ip.is_unspecified):
+        inner = Address("127.0.0.1" if ip.version == 4 else "::1", port)
+        try:
+            sockets.append(bind(inner, reuse_port=reuse_port))
+        except OSError as error:  # somebody else's: all but port-forward works without
+            log.warning("not served on loopback: %s", error)
+    return sockets
 
 
 def bind(address: Address, *, reuse_port: bool = False) -> socket.socket:

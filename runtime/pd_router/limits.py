@@ -4,6 +4,7 @@ A router counts what it sees itself; `routers` divides the limit among those tha
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pd_router.classes import RateLimit
@@ -28,8 +29,9 @@ class _Bucket:
 class RateLimits:
     """Who asks for too much, and when to come again."""
 
-    def __init__(self, limit: RateLimit) -> None:
-        self._limit = limit
+    def __init__(self, limit_of: Callable[[str], RateLimit]) -> None:
+        """`limit_of` a tenant."""
+        self._limit_of = limit_of
         self._tenants: OrderedDict[str, tuple[_Bucket, _Bucket]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -41,7 +43,7 @@ class RateLimits:
         A request larger than the bucket passes when the bucket is full, and leaves a debt:
         else it could never pass.
         """
-        limit = self._limit
+        limit = self._limit_of(tenant)
         requests_s, tokens_s = (
             None if rate is None else rate / _MINUTE_S / max(routers, 1.0)
             for rate in (limit.requests_per_minute, limit.tokens_per_minute)
@@ -49,7 +51,7 @@ class RateLimits:
         if requests_s is None and tokens_s is None:
             return 0.0
         wanted = ((requests_s, 1.0), (tokens_s, float(tokens)))
-        buckets = self._of(tenant, requests_s or 0.0, tokens_s or 0.0, now)
+        buckets = self._of(tenant, limit.burst_s, requests_s or 0.0, tokens_s or 0.0, now)
         wait_s = 0.0
         for bucket, (rate, amount) in zip(buckets, wanted, strict=True):
             if rate is not None:
@@ -64,11 +66,10 @@ class RateLimits:
         return 0.0
 
     def _of(
-        self, tenant: str, requests_s: float, tokens_s: float, now: float
+        self, tenant: str, burst_s: float, requests_s: float, tokens_s: float, now: float
     ) -> tuple[_Bucket, _Bucket]:
         found = self._tenants.get(tenant)
         if found is None:
-            burst_s = self._limit.burst_s
             found = (
                 _Bucket(max(requests_s * burst_s, 1.0), now),
                 _Bucket(max(tokens_s * burst_s, 1.0), now),

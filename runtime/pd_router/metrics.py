@@ -55,6 +55,7 @@ class Metrics:
         self._total = self._histogram("request", "Request in to last byte out")
         self._requests = self._counter("requests", "Answered requests", "status", "endpoint")
         self._failures = self._counter("failures", "Failed requests by kind", "kind")
+        self._unauthorized = self._counter("unauthorized", "Requests without a right API key")
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken")
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed")
@@ -66,6 +67,9 @@ class Metrics:
         self._gateway_waiting = self._gateway("num_requests_waiting", "Requests that wait")
         self._gateway_kv = self._gateway("kv_cache_usage_perc", "KV in use on decode, 0 to 1")
         self._held = self._gauge("held_requests", "Requests that wait for a first worker")
+
+    def unauthorized(self) -> None:
+        self._unauthorized.labels(self._model).inc()
 
     def gateway(self, workers: Sequence[dict[str, Any]], queued: Queued) -> None:
         """What inference gateways read, under the names that they know: of all usable

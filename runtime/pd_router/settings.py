@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pd_core.estimate import Link, link
 from pd_router import classes
@@ -44,6 +45,7 @@ class Settings:
     promises: Promises = NO_PROMISES
     allow_trace: bool = False
     class_header: bool = False
+    api_keys: Path | None = None
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -69,9 +71,12 @@ def parse(arguments: Sequence[str]) -> Settings:
     _add_routing(parser)
     add("--admission", type=_promises, default=NO_PROMISES, dest="promises", metavar="JSON",
         help='{"classes": [{"name", "priority", "ttft", "tpot", "share"}], "limits": '
-        '{"requestsPerMinute", "tokensPerMinute", "burstSeconds"}}; goals in seconds')  # fmt: skip
+        '{"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, "clients": {NAME: {"class", '
+        '"limits"}}}; goals in seconds')  # fmt: skip
     add("--class-header", action="store_true", help="clients may name their class of service")
     add("--allow-trace", action="store_true", help="clients may ask why these workers")
+    add("--api-keys", type=Path, metavar="FOLDER",
+        help="a file for each client, a line for each of its keys; else all may ask")  # fmt: skip
     given = vars(parser.parse_args(arguments))
     names = ("policy", "disaggregate", "session_kv_limit", "link")
     try:

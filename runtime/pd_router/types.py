@@ -50,11 +50,13 @@ class GenerateRequest:
 
 
 class Who(NamedTuple):
-    """Who asks. `sla` None: the default class. `session` empty: unknown."""
+    """Who asks. `sla` None: the default class. `session` empty: unknown. `salt`: whose prompts
+    may find each other in a prefix cache; empty: everybody's."""
 
     tenant: str = ""
     sla: str | None = None
     session: bytes = b""
+    salt: bytes = b""
 
 
 NOBODY = Who()

@@ -119,12 +119,14 @@ def whole(scaled: bool) -> dict[str, Any]:
     if scaled:
         pool["scaling"] = {"maxReplicas": 2}
     target = {"target": "1s"}
+    keys = {"secret": "a", "clients": [{"name": "a", "class": "a", "limits": {"burst": "1s"}}]}
     return {
         "slo": {"ttft": target, "tpot": target},
         "router": {
             "template": template("router"),
             "admission": {"classes": [{"name": "a", "ttft": "1s", "share": 0.5}], "limits": {}},
         },
+        "security": {"apiKeys": keys},
         "rollout": {},
         "budget": {"gpus": 100, "ratio": {"min": 0.1, "max": 10}},
         **({"prefill": pool, "decode": pool} if scaled else {"colocated": pool}),

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
-from pd_operator import api
+from pd_operator import api, desired
+from pd_operator.podparts import Settings
 from pd_operator.podspec import router_template
 from pd_router import settings as router_settings
-from tests.pd_operator.objects import SETTINGS, document
+from tests.pd_operator.objects import SETTINGS, document, rendered
+
+KUBERNETES = Settings(host_paths=False)
 
 
 def flags(**spec: Any) -> tuple[str, ...]:
@@ -42,6 +45,55 @@ def test_the_router_reads_what_is_written() -> None:
     assert (vip.priority, vip.ttft_s, vip.tpot_s) == (9, 0.5, None)
     assert read.promises.limit.requests_per_minute == 60
     assert read.promises.limit.burst_s == 5
+
+
+def test_api_keys_come_from_a_mounted_secret() -> None:
+    keys = {
+        "secret": "chat-keys",
+        "clients": [
+            {"name": "team-a", "class": "vip", "limits": {"requestsPerMinute": 30}},
+            {"name": "Team_b.key"},
+        ],
+    }
+    cluster = api.parse(
+        document(
+            **{
+                "spec.security.apiKeys": keys,
+                "spec.router.admission": {"classes": [{"name": "std"}, {"name": "vip"}]},
+            }
+        )
+    )
+    template = router_template(cluster, SETTINGS)
+    [container] = template["spec"]["containers"]
+    [mount] = [one for one in container["volumeMounts"] if one["name"] == "api-keys"]
+    [volume] = [one for one in template["spec"]["volumes"] if one["name"] == "api-keys"]
+    given = [one for one in container["args"] if "$(" not in one]
+    read = router_settings.parse(
+        [*given, "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    )
+    assert mount == {"name": "api-keys", "mountPath": str(read.api_keys), "readOnly": True}
+    assert volume["secret"] == {"secretName": "chat-keys", "optional": True}
+    client = read.promises.clients["team-a"]
+    assert client.sla == "vip"
+    assert read.promises.limit_of("team-a").requests_per_minute == 30
+    assert read.promises.clients["Team_b.key"].sla is None
+    assert "subPath" not in mount  # it would never change
+
+
+def test_workers_do_not_roll_for_keys() -> None:
+    plain, keyed = document(), document(**{"spec.security.apiKeys": {"secret": "chat-keys"}})
+    before, after = (
+        [pool.revision for pool in rendered(api.parse(one), KUBERNETES).pools]
+        for one in (plain, keyed)
+    )
+    assert before == after
+
+
+def test_on_one_machine_there_are_no_secrets() -> None:
+    cluster = api.parse(document(**{"spec.security.apiKeys": {"secret": "chat-keys"}}))
+    desired.check_supported(cluster, KUBERNETES)
+    with pytest.raises(api.InvalidCluster, match=r"spec\.security\.apiKeys: names a Secret"):
+        desired.check_supported(cluster, SETTINGS)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pd_router.admin import AdminApp
 from pd_router.app import AppSettings, RouterApp
 from pd_router.http import HttpServer, bind
 from pd_router.journal import Journal
+from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
 from pd_router.settings import Address
 from pd_router.texts import Texts
@@ -223,7 +224,11 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    *, bundle: Bundle | None = None, bundled: bool = True, **settings: Any
+    *,
+    bundle: Bundle | None = None,
+    bundled: bool = True,
+    keyring: Keyring | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running router, with the tiny model's bundle unless another is given."""
     if bundled and bundle is None:
@@ -232,7 +237,13 @@ async def rig(
     texts, metrics = Texts(workers), Metrics(MODEL)
     journal = Journal(metrics)
     app = RouterApp(
-        AppSettings(model=MODEL, **settings), workers, sessions, texts, metrics, journal
+        AppSettings(model=MODEL, **settings),
+        workers,
+        sessions,
+        texts,
+        metrics,
+        journal,
+        keyring,
     )
     client = HttpServer(app, bind(Address("127.0.0.1", 0)))
     admin = HttpServer(

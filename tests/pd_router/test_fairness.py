@@ -74,7 +74,7 @@ def test_all_come_out_once_whoever_gives_up(events: list[tuple[str, int, int, bo
 
 
 def test_a_rate_with_its_burst() -> None:
-    limits = RateLimits(RateLimit(requests_per_minute=60, burst_s=5))
+    limits = RateLimits(lambda _: RateLimit(requests_per_minute=60, burst_s=5))
     assert [limits.take("a", 1, 0.0) for _ in range(5)] == [0.0] * 5
     assert limits.take("a", 1, 0.0) == pytest.approx(1.0)
     assert limits.take("b", 1, 0.0) == 0.0
@@ -83,14 +83,14 @@ def test_a_rate_with_its_burst() -> None:
 
 
 def test_tokens_and_a_request_larger_than_the_bucket() -> None:
-    limits = RateLimits(RateLimit(tokens_per_minute=600, burst_s=10))
+    limits = RateLimits(lambda _: RateLimit(tokens_per_minute=600, burst_s=10))
     assert limits.take("a", 1000, 0.0) == 0.0, "full: it passes, and leaves a debt"
     assert limits.take("a", 1, 0.0) == pytest.approx(90.1)
     assert limits.take("a", 1, 91.0) == 0.0
 
 
 def test_tenants_are_bounded() -> None:
-    limits = RateLimits(RateLimit(requests_per_minute=1))
+    limits = RateLimits(lambda _: RateLimit(requests_per_minute=1))
     for number in range(MAX_TENANTS + 100):
         limits.take(str(number), 1, 0.0)
     assert len(limits) == MAX_TENANTS

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from typing import Any
 
 import pytest
@@ -382,6 +383,54 @@ def test_a_taken_port_is_told_by_name() -> None:
         taken = http.Address("127.0.0.1", first.getsockname()[1])
         with pytest.raises(OSError, match=str(taken)):
             http.bind(taken)
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [
+        ("127.0.0.7", ["127.0.0.7"]),
+        ("0.0.0.0", ["0.0.0.0"]),
+        ("10.1.2.3", ["10.1.2.3", "127.0.0.1"]),
+        ("fd00::7", ["fd00::7", "::1"]),
+    ],
+)
+def test_a_pod_listens_on_its_loopback_too(
+    monkeypatch: pytest.MonkeyPatch, host: str, bound: list[str]
+) -> None:
+    """`kubectl port-forward` comes from inside of the pod."""
+
+    class Bound:
+        def __init__(self, address: http.Address, *, reuse_port: bool) -> None:
+            self.address, self.reuse_port = address, reuse_port
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.address.host, self.address.port
+
+    monkeypatch.setattr(http, "bind", Bound)
+    sockets = http.listen(http.Address(host, 8000), reuse_port=True)
+
+    assert [one.getsockname() for one in sockets] == [(host, 8000) for host in bound]
+    assert all(one.reuse_port for one in sockets)  # type: ignore[attr-defined]
+
+
+def test_a_pod_whose_loopback_is_taken_serves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bind, asked = http.bind, []
+
+    def taken(address: http.Address, *, reuse_port: bool) -> socket.socket:
+        asked.append(address.host)
+        if len(asked) > 1:
+            raise OSError(98, f"can't listen on {address}: taken")
+        return bind(http.Address("127.0.0.1", 0), reuse_port=reuse_port)
+
+    monkeypatch.setattr(http, "bind", taken)
+    monkeypatch.setattr(http.ipaddress, "ip_address", lambda _: ip_address("10.1.2.3"))
+    [only] = http.listen(http.Address("10.1.2.3", 8000))
+    only.close()
+
+    assert asked == ["10.1.2.3", "127.0.0.1"]
+    assert "not served on loopback" in caplog.text
 
 
 def test_two_processes_may_share_a_port() -> None:

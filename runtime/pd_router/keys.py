@@ -1,0 +1,103 @@
+"""Who may use the clients' port: a folder with a file for each client, as a mounted Secret is.
+
+A client is known by its file's name; each line of the file is one of its API keys, so that a
+new key works before the old one goes. The folder is looked at again and again. What can't be
+read changes nothing; an empty folder lets nobody in. Of keys only digests are kept.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pd_router.openai import ApiError
+
+log = logging.getLogger("pd_router.keys")
+
+LOOK_S = 5.0
+MAX_CLIENTS = 10_000
+MAX_FILE_BYTES = 64 * 1024
+MIN_KEY_CHARS, MAX_KEY_CHARS = 8, 512
+_SCHEME = b"bearer "
+
+
+class Keyring:
+    """The keys that a folder holds."""
+
+    def __init__(self, folder: Path, refused: Callable[[], None] = lambda: None) -> None:
+        """`refused` hears of each request without a right key."""
+        self._folder = folder
+        self._refused = refused
+        self._clients: Mapping[bytes, str] = {}
+        self._told: tuple[str, ...] | None = None
+
+    def load(self) -> None:
+        """Looks at the folder; keeps what it had when that can't be read."""
+        try:
+            found, wrong = _read(self._folder)
+        except OSError as error:
+            self._tell((f"{self._folder} can't be read, its keys stay as they are: {error}",))
+            return
+        self._clients = found
+        self._tell(wrong if found else (*wrong, f"{self._folder} has no API key: all are refused"))
+
+    async def follow(self) -> None:
+        """Never returns. The files are few, small and in memory."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.load()
+
+    def client(self, authorization: bytes | None) -> str:
+        """The client whose key it is; ApiError 401 when it's nobody's."""
+        given = authorization or b""
+        if given[: len(_SCHEME)].lower() == _SCHEME:
+            name = self._clients.get(_digest(given[len(_SCHEME) :].strip()))
+            if name is not None:
+                return name
+        self._refused()
+        what = "The API key isn't known here." if given else "There is no API key."
+        raise ApiError(
+            401,
+            f"{what} Send the header 'Authorization: Bearer YOUR_KEY'.",
+            code="invalid_api_key",
+            headers=((b"www-authenticate", b"Bearer"),),
+        )
+
+    def _tell(self, lines: tuple[str, ...]) -> None:
+        """Once, until it is something else."""
+        if lines != self._told:
+            self._told = lines
+            for line in lines:
+                log.warning("%s", line)
+            log.info("api_keys=%d clients=%d", len(self._clients), len({*self._clients.values()}))
+
+
+def _read(folder: Path) -> tuple[dict[bytes, str], tuple[str, ...]]:
+    """Clients by digest, and what is wrong with files, none of which holds up the others."""
+    found: dict[bytes, str] = {}
+    wrong: list[str] = []
+    files = sorted(one for one in folder.iterdir() if not one.name.startswith("."))
+    if len(files) > MAX_CLIENTS:
+        wrong.append(f"{folder} has {len(files)} files: only the first {MAX_CLIENTS} count")
+    for file in files[:MAX_CLIENTS]:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
+            wrong.append(f"{file.name} is longer than {MAX_FILE_BYTES} bytes: none of it counts")
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            key = line.strip()
+            if not key:
+                continue
+            if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
+                bounds = f"{MIN_KEY_CHARS} to {MAX_KEY_CHARS}"
+                wrong.append(f"{file.name}, line {number}: a key has {bounds} characters")
+            elif found.setdefault(_digest(key), file.name) != file.name:
+                wrong.append(f"{file.name}, line {number}: is {found[_digest(key)]}'s key already")
+    return found, tuple(wrong)
+
+
+def _digest(key: bytes) -> bytes:
+    # Looking a digest up tells by its time nothing about the key.
+    return hashlib.sha256(key).digest()
