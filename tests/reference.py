@@ -34,8 +34,10 @@ class Reference:
         )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def generate(self, prompt: Prompt, max_tokens: int, ignore_eos: bool = False) -> list[int]:
-        """The new token ids, the end token included."""
+    def generate(
+        self, prompt: Prompt, max_tokens: int, ignore_eos: bool = False, **options: Any
+    ) -> list[int]:
+        """The new token ids, the end token included. `options` are those of `generate`."""
         ids = self._torch.tensor([self.ids(prompt)])
         ends = {"eos_token_id": None} if ignore_eos else {}
         with self._torch.inference_mode():
@@ -45,6 +47,7 @@ class Reference:
                 max_new_tokens=max_tokens,
                 do_sample=False,
                 **ends,
+                **options,
             )
         return [int(t) for t in out[0, ids.shape[1] :]]
 

@@ -8,7 +8,7 @@ another worker goes on exactly as it would have.
 import hashlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -28,7 +28,8 @@ def uniform(seed: int, choice: int, index: int) -> float:
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
     """One token for each row of `logits` [rows, vocabulary] as its spec asks.
 
-    Log-probabilities are those of the model: before temperature, filters and bans.
+    Log-probabilities are those of the model: before temperature, filters, bias, penalties
+    and bans.
     """
     if not specs:
         return []
@@ -37,7 +38,7 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
     tokens = [
         int(best[row])
         if spec.sampling.temperature == 0
-        else draw(_allowed(logits, row, spec), spec)
+        else draw(_as_asked(logits, row, spec), spec)
         for row, spec in enumerate(specs)
     ]
     details = _logprobs(logits, specs, tokens)
@@ -48,21 +49,45 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled]:
 
 
 def _greedy(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
-    """The best token of each row; those of rows with bans are looked at again alone."""
+    """The best token of each row; rows with wishes of their own are looked at again alone."""
     on_cpu = logits.device.type == "cpu"
     # numpy's takes a ninth of the time of torch's for 32 rows of a large vocabulary.
     best: list[int] = (logits.numpy().argmax(-1) if on_cpu else logits.argmax(-1)).tolist()
     for row, spec in enumerate(specs):
-        if best[row] in spec.banned_token_ids:
-            best[row] = int(_allowed(logits, row, spec).argmax())
+        changed = spec.seen or spec.sampling.logit_bias
+        if changed or best[row] in spec.banned_token_ids:
+            best[row] = int(_as_asked(logits, row, spec).argmax())
     return best
 
 
-def _allowed(logits: torch.Tensor, row: int, spec: SampleSpec) -> torch.Tensor:
+def _as_asked(logits: torch.Tensor, row: int, spec: SampleSpec) -> torch.Tensor:
+    """A row's logits after bias, penalties and bans, in the order that others have them."""
+    bias = spec.sampling.logit_bias
     banned = [t for t in spec.banned_token_ids if 0 <= t < logits.shape[1]]
-    if not banned:
+    if not (bias or spec.seen or banned):
         return logits[row]
-    return logits[row].index_fill(0, torch.tensor(banned, device=logits.device), float("-inf"))
+    values = logits[row].clone()
+    if bias:
+        ids = torch.tensor([token for token, _ in bias], device=values.device)
+        values[ids] += torch.tensor([added for _, added in bias], device=values.device)
+    if spec.seen:
+        _penalize(values, spec.seen, spec.sampling)
+    if banned:
+        values[torch.tensor(banned, device=values.device)] = float("-inf")
+    return values
+
+
+def _penalize(values: torch.Tensor, seen: Mapping[int, int], sampling: Sampling) -> None:
+    """Repetition looks at prompt and output and shrinks what is above zero; frequency and
+    presence look at the output alone."""
+    ids = torch.tensor(list(seen), device=values.device)
+    times = torch.tensor(list(seen.values()), dtype=values.dtype, device=values.device)
+    found = values[ids]
+    repetition = sampling.repetition_penalty
+    if repetition != 1:
+        found = torch.where(found < 0, found * repetition, found / repetition)
+    found -= sampling.frequency_penalty * times + sampling.presence_penalty * (times > 0)
+    values[ids] = found
 
 
 def draw(logits: torch.Tensor, spec: SampleSpec) -> int:

@@ -20,7 +20,7 @@ from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.blocks import BlockPool
 from pd_engine.holdings import Holdings
 from pd_engine.limits import SchedulerConfig, grant_reserve, token_limit
-from pd_engine.sequence import Sequence, Stage, Task
+from pd_engine.sequence import Sequence, Stage, Task, seen_tokens
 from pd_engine.types import (
     Advanced,
     Batch,
@@ -77,7 +77,8 @@ class Scheduler:
         self._arrivals += 1
         task = Task(req, now, limit)
         rank = (-req.priority, self._arrivals, 0)
-        seq = Sequence(self._new_id(), task, rank, req.choices, list(req.token_ids))
+        tokens = list(req.token_ids)
+        seq = Sequence(self._new_id(), task, rank, req.choices, tokens, seen_tokens(req))
         task.sequences.append(seq)
         held.tasks[req.key] = task
         held.wait(seq)
@@ -392,7 +393,7 @@ class Scheduler:
             out = task.token_out(seq.choices[0], len(seq.tokens) + 1, drawn[0])
             tokens.setdefault(task.req.key, []).append(out)
             if out.finish is None:
-                seq.tokens.append(out.token)
+                seq.append(out.token)
             elif self._held.retire(seq):
                 ended.append(task.req.key)
         self._events += [Tokens(key, tuple(outs)) for key, outs in tokens.items()]

@@ -71,6 +71,17 @@ class Task:
         return Finish.LENGTH if length >= self.final_tokens else None
 
 
+def seen_tokens(req: Request) -> dict[int, int] | None:
+    """`Sequence.seen` of a request as it comes: tokens behind the client's prompt were
+    generated, wherever that was."""
+    if not req.sampling.penalizes:
+        return None
+    seen = dict.fromkeys(req.token_ids[: req.prompt_tokens], 0)
+    for token in req.token_ids[req.prompt_tokens :]:
+        seen[token] = seen.get(token, 0) + 1
+    return seen
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One chain of tokens and the blocks with its KV.
@@ -85,6 +96,7 @@ class Sequence:
     rank: Rank
     choices: tuple[int, ...]
     tokens: list[int]
+    seen: dict[int, int] | None = None  # where the sampling penalizes: see SampleSpec
     hashes: list[bytes] = field(default_factory=list)  # of the first whole blocks of `tokens`
     table: list[int] = field(default_factory=list)
     spare: list[int] = field(default_factory=list)
@@ -105,6 +117,12 @@ class Sequence:
     @property
     def awaits_grant(self) -> bool:
         return self.task.stage is Stage.WAITING and self.task.req.mode is Mode.IMPORT
+
+    def append(self, token: int) -> None:
+        """A token was generated, and more follow."""
+        self.tokens.append(token)
+        if self.seen is not None:
+            self.seen[token] = self.seen.get(token, 0) + 1
 
     def outgrows(self, block_tokens: int) -> bool:
         """It will need another block than those it has, if nothing stops it early."""
@@ -131,23 +149,28 @@ class Sequence:
         if end == len(self.tokens):
             req = self.task.req
             index = end - req.prompt_tokens
-            samples = tuple([SampleSpec(choice, index, req.sampling) for choice in self.choices])
+            samples = tuple(
+                [SampleSpec(choice, index, req.sampling, self.seen) for choice in self.choices]
+            )
         return Row(self.id, self.tokens[start:end], start, self.table, samples)
 
     def fork(self, number: int, place: int, first: TokenOut) -> "Sequence":
         """The sequence of one choice after its first token. The caller shares the blocks."""
         priority, arrival, _ = self.rank
-        return Sequence(
+        made = Sequence(
             id=number,
             task=self.task,
             rank=(priority, arrival, place),
             choices=(first.choice,),
-            tokens=[*self.tokens, first.token],
+            tokens=self.tokens.copy(),
+            seen=None if self.seen is None else self.seen.copy(),
             hashes=self.hashes.copy(),
             table=self.table.copy(),
             computed=self.computed,
             registered=self.registered,
         )
+        made.append(first.token)
+        return made
 
     def forget(self) -> None:
         """Its blocks are gone: all is to be computed again. Rows in flight keep their table."""

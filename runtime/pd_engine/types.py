@@ -1,6 +1,6 @@
 """The values that the engine's parts hand to each other. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -38,6 +38,19 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added), each token once
+
+    @property
+    def penalizes(self) -> bool:
+        """A draw depends on which tokens there were before."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +83,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
-    """Sample one token from the row's last logits. `index` seeds the draw with choice."""
+    """Sample one token from the row's last logits. `index` seeds the draw with choice.
+
+    `seen`, where the sampling penalizes: how often each token of the sequence was generated,
+    0 for those that the prompt alone has. Nothing changes it while a step runs.
+    """
 
     choice: int
     index: int
     sampling: Sampling
+    seen: Mapping[int, int] | None = None
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Between the engine's own values and the messages of the protocol."""
 
+import math
 from collections.abc import Iterable
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
@@ -30,6 +31,10 @@ def sampling_from_pb(message: pb.Sampling) -> Sampling:
         min_tokens=message.min_tokens,
         ignore_eos=message.ignore_eos,
         stop_token_ids=tuple(message.stop_token_ids),
+        repetition_penalty=message.repetition_penalty or 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
     )
 
 
@@ -59,6 +64,8 @@ def request_from_pb(
         problem = f"max_tokens = {message.sampling.max_tokens} leaves nothing to generate"
     elif not message.deadline_s > 0:
         problem = f"deadline_s = {message.deadline_s}"
+    else:
+        problem = _sampling_problem(message.sampling, vocab_size)
     if problem is not None:
         raise RequestFailure(FailureKind.INVALID_REQUEST, problem)
     deadline = now + message.deadline_s
@@ -79,6 +86,19 @@ def request_from_pb(
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+def _sampling_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
+    penalty = sampling.repetition_penalty
+    if not 0 <= penalty < math.inf:
+        return f"repetition_penalty = {penalty}"
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            return f"{name} = {getattr(sampling, name)}"
+    for token, bias in sampling.logit_bias.items():
+        if token >= vocab_size or not math.isfinite(bias):
+            return f"logit_bias[{token}] = {bias}: the model has {vocab_size} tokens"
+    return None
 
 
 def token_to_pb(token: TokenOut, handle: int = 0) -> pb.TokenOut:

@@ -21,6 +21,9 @@ MAX_MESSAGES = 2048
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
+MAX_BIASES = 1024
+MAX_BIAS = 100
+MAX_REPETITION_PENALTY = 10
 MAX_TOP_LOGPROBS = 20
 MOST_TOKENS = (1 << 31) - 1
 MAX_SEQUENCES = 128  # prompts times choices
@@ -83,6 +86,7 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 
 _Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -124,9 +128,13 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: _Share | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, float] | None = None
     # Extensions under the names that vLLM gave them.
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: _Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
     min_tokens: _Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -143,10 +151,6 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     # Taken only with a value that changes nothing (_HARMLESS).
     store: Any = None
     service_tier: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
 
 
 class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
@@ -184,10 +188,6 @@ def _in(*values: Any) -> Callable[[Any], bool]:
 _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "store": lambda value: value is False,
     "service_tier": _in("auto", "default"),
-    "presence_penalty": _in(0),
-    "frequency_penalty": _in(0),
-    "repetition_penalty": _in(1),
-    "logit_bias": lambda value: value == {},
     "tools": lambda value: value == [],
     "tool_choice": _in("auto", "none"),
     "functions": lambda value: value == [],
@@ -232,6 +232,10 @@ class Ask:
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]  # each token once
     logprobs: bool
     top_logprobs: int
     return_token_ids: bool
@@ -327,6 +331,10 @@ def _ask(
         min_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        repetition_penalty=request.repetition_penalty or 1.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_biases(request.logit_bias or {}),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         return_token_ids=bool(request.return_token_ids),
@@ -340,6 +348,7 @@ def _ask(
 
 _PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
 _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
 
 
@@ -420,6 +429,22 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
         if len(text) > MAX_STOP_CHARS:
             raise invalid(path, f"'{path}' has more than {MAX_STOP_CHARS} characters.")
     return stops
+
+
+def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    """By token id. Values outside the range are refused, not cut: the client meant something."""
+    if len(biases) > MAX_BIASES:
+        raise invalid("logit_bias", f"'logit_bias' names more than {MAX_BIASES} tokens.")
+    found: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not _TOKEN_ID.fullmatch(key) or int(key) in found:
+            message = f"'logit_bias' has the key {key[:40]!r}; its keys are token ids, once each."
+            raise invalid("logit_bias", message)
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            where = f"logit_bias.{key}"
+            raise invalid(where, f"'{where}' is {bias:g}, not within -{MAX_BIAS} to {MAX_BIAS}.")
+        found[int(key)] = bias
+    return tuple(sorted(found.items()))
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:

@@ -41,6 +41,9 @@ async def tokenize(
         if not ids:
             raise invalid(_param(ask), "The prompt has 0 tokens; at least 1 is needed.")
     _check_ids(ask.stop_token_ids, "stop_token_ids", stack.vocab_size)
+    for token, _ in ask.logit_bias:
+        if token >= stack.vocab_size:
+            raise invalid("logit_bias", _no_token(f"logit_bias.{token}", token, stack.vocab_size))
     return prompts
 
 
@@ -68,6 +71,10 @@ def sampling_for(
         min_tokens=min(ask.min_tokens, max_tokens),
         ignore_eos=ask.ignore_eos,
         stop_token_ids=tuple(dict.fromkeys(stop_ids)),
+        repetition_penalty=ask.repetition_penalty,
+        presence_penalty=ask.presence_penalty,
+        frequency_penalty=ask.frequency_penalty,
+        logit_bias=ask.logit_bias,
     )
 
 
@@ -106,8 +113,11 @@ def _check_ids(ids: Sequence[int], where: str, vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
         place = f"{where}[{bad}]"
-        message = f"'{place}' is {ids[bad]}; this model has the token ids 0 to {vocab_size - 1}."
-        raise invalid(place, message)
+        raise invalid(place, _no_token(place, ids[bad], vocab_size))
+
+
+def _no_token(place: str, token: int, vocab_size: int) -> str:
+    return f"'{place}' is {token}; this model has the token ids 0 to {vocab_size - 1}."
 
 
 def _param(ask: Ask) -> str:

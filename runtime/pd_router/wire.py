@@ -29,6 +29,10 @@ def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
         min_tokens=sampling.min_tokens,
         ignore_eos=sampling.ignore_eos,
         stop_token_ids=sampling.stop_token_ids,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
     )
 
 

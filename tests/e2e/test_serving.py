@@ -141,6 +141,24 @@ def test_sampled_choices_differ_and_repeat_with_the_seed(client: OpenAI):
     assert [c.token_ids for c in other.choices] != ids
 
 
+def test_a_repetition_penalty_from_the_first_token_on(client: OpenAI, reference: Reference):
+    prompt = exactly(reference, 35)
+    want = reference.generate(prompt, 16, repetition_penalty=0.25)
+    assert want[0] != reference.generate(prompt, 1)[0]
+    extra = {"return_token_ids": True, "repetition_penalty": 0.25}
+    answer = complete(client, prompt, max_tokens=16, extra_body=extra)
+    assert answer.choices[0].token_ids == want
+
+
+def test_biases(client: OpenAI, reference: Reference):
+    prompt = exactly(reference, 34)
+    best = reference.generate(prompt, 1)[0]
+    never = complete(client, prompt, max_tokens=8, logit_bias={str(best): -100})
+    assert best not in never.choices[0].token_ids
+    always = complete(client, prompt, max_tokens=4, logit_bias={"77": 100})
+    assert always.choices[0].token_ids == [77] * 4
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_also_of_the_first_token(client: OpenAI, reference: Reference, stream: bool):
     prompt = exactly(reference, 33)

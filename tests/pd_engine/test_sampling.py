@@ -3,6 +3,7 @@ follow the filtered distribution, respect bans; log-probabilities are the model'
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,65 @@ def test_logprobs_are_the_models_own() -> None:
     assert out[1].logprob is None
     assert out[2].logprob == pytest.approx(float(expected[2, out[2].token]))
     assert out[2].top == ()
+
+
+_seen = st.dictionaries(st.integers(0, 19), st.integers(0, 4), max_size=20)
+_bias = st.dictionaries(st.integers(0, 19), st.floats(-100, 100, width=16), max_size=5)
+
+
+@given(
+    seen=_seen,
+    bias=_bias,
+    repetition=st.floats(0.25, 4, width=16),
+    presence=st.floats(-2, 2, width=16),
+    frequency=st.floats(-2, 2, width=16),
+)
+def test_logits_are_changed_by_the_formulas(
+    seen: dict[int, int],
+    bias: dict[int, float],
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    row = logits(1, 20, seed=len(seen))
+    expected = [x + bias.get(token, 0.0) for token, x in enumerate(row[0].tolist())]
+    for token, times in seen.items():
+        x = expected[token]
+        x = x * repetition if x < 0 else x / repetition
+        expected[token] = x - frequency * times - (presence if times else 0)
+    asked = Sampling(
+        max_tokens=9,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=tuple(bias.items()),
+    )
+    (found,) = sample(row, [SampleSpec(0, 0, asked, seen)])
+    assert expected[found.token] == pytest.approx(max(expected), abs=1e-4)
+    hot = replace(asked, temperature=1.0, seed=3)
+    changed = torch.tensor([expected])
+    for index in range(20):
+        (found,) = sample(row, [SampleSpec(0, index, hot, seen)])
+        share = torch.softmax(changed.double(), -1)[0].cumsum(0)
+        target = uniform(3, 0, index)
+        assert share[found.token] >= target - 1e-5
+        assert found.token == 0 or share[found.token - 1] <= target + 1e-5
+
+
+def test_penalties_come_after_bias_and_before_bans() -> None:
+    rows = torch.tensor([[1.0, 0.5, 0.0]])
+    asked = Sampling(
+        max_tokens=9,
+        repetition_penalty=2.0,
+        logit_bias=((0, -2.0), (1, -1.5)),  # then -1, -1, 0
+        stop_token_ids=(2,),
+        min_tokens=1,
+        logprobs=True,
+    )
+    (found,) = sample(rows, [SampleSpec(0, 0, asked, {0: 0})])  # then -2, -1, banned
+    assert found.token == 1
+    assert found.logprob == pytest.approx(float(torch.log_softmax(rows, -1)[0, 1]))
+    assert rows.tolist() == [[1.0, 0.5, 0.0]]
 
 
 def test_reduced_precision_logits() -> None:

@@ -1,5 +1,7 @@
 """Between messages and the engine's values: nothing is lost, nonsense is refused."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,10 @@ def test_an_unknown_finish_state_is_refused() -> None:
         wire.token_from_pb(pb.TokenOut(finish=9))
 
 
+def sampling(**fields: Any) -> pb.Sampling:
+    return pb.Sampling(max_tokens=5, **fields)
+
+
 def generate(**changes: object) -> pb.Generate:
     fields: dict[str, object] = {
         "handle": 1,
@@ -71,6 +77,21 @@ def test_a_request_as_the_scheduler_takes_it() -> None:
     assert (request.priority, request.cache_salt) == (-1, b"t")
 
 
+def test_what_a_router_leaves_out_changes_no_logits() -> None:
+    plain = parse(generate()).sampling
+    assert not plain.penalizes
+    assert plain.logit_bias == ()
+    asked = sampling(repetition_penalty=0.5, presence_penalty=-1, logit_bias={9: 1.5, 3: -2})
+    found = parse(generate(sampling=asked)).sampling
+    assert (found.repetition_penalty, found.presence_penalty, found.frequency_penalty) == (
+        0.5,
+        -1.0,
+        0.0,
+    )
+    assert found.penalizes
+    assert found.logit_bias == ((3, -2.0), (9, 1.5))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -83,6 +104,11 @@ def test_a_request_as_the_scheduler_takes_it() -> None:
         ({"choices": [0, 0], "prompt_tokens": 3}, "named twice"),
         ({"choices": [0, 1]}, "can't share emitted tokens"),
         ({"sampling": pb.Sampling(max_tokens=1)}, "leaves nothing to generate"),
+        ({"sampling": sampling(repetition_penalty=-1)}, "repetition_penalty"),
+        ({"sampling": sampling(presence_penalty=float("inf"))}, "presence_penalty"),
+        ({"sampling": sampling(frequency_penalty=float("nan"))}, "frequency_penalty"),
+        ({"sampling": sampling(logit_bias={100: 1.0})}, r"logit_bias\[100\] .* 100 tokens"),
+        ({"sampling": sampling(logit_bias={5: float("-inf")})}, r"logit_bias\[5\]"),
         ({"deadline_s": 0.0}, "deadline_s"),
         ({"deadline_s": float("nan")}, "deadline_s"),
     ],

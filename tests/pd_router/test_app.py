@@ -2,12 +2,13 @@
 goes to the workers for a request, and what comes back, streaming and not."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
-from pd_router.types import Limits
+from pd_router.types import Limits, Sampling
+from pd_router.wire import sampling_to_pb
 from tests import client
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
 
@@ -128,7 +129,11 @@ def test_what_the_workers_get() -> None:
                 n=2,
                 logprobs=True,
                 top_logprobs=3,
+                presence_penalty=0.25,
+                frequency_penalty=-0.5,
+                logit_bias={"5": 2.5},
                 extra_body={
+                    "repetition_penalty": 1.25,
                     "top_k": 4,
                     "min_p": 0.1,
                     "min_tokens": 2,
@@ -144,10 +149,41 @@ def test_what_the_workers_get() -> None:
             assert (sampling.min_p, sampling.seed, sampling.max_tokens) == (0.1, 7, 5)
             assert (sampling.logprobs, sampling.top_logprobs) == (True, 3)
             assert (sampling.min_tokens, sampling.stop_token_ids) == (2, (9, 2))
+            assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.25, -0.5)
+            assert (sampling.repetition_penalty, sampling.logit_bias) == (1.25, ((5, 2.5),))
             assert (request.choices, request.cache_salt) == (2, b"tenant")
             assert 0 < request.deadline_s <= 600
 
     go(scenario())
+
+
+def test_all_of_sampling_goes_over_the_wire() -> None:
+    sampling = Sampling(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        seed=2**64 - 1,
+        logprobs=True,
+        top_logprobs=2,
+        min_tokens=1,
+        ignore_eos=True,
+        stop_token_ids=(7, 8),
+        repetition_penalty=1.25,
+        presence_penalty=-0.5,
+        frequency_penalty=0.75,
+        logit_bias=((3, 1.5), (9, -100.0)),
+    )
+    message = sampling_to_pb(sampling)
+    for name in (field.name for field in fields(sampling)):
+        found = getattr(message, name)
+        if name == "stop_token_ids":
+            found = tuple(found)
+        elif name == "logit_bias":
+            found = tuple(sorted(found.items()))
+        assert found == getattr(sampling, name), name
+        assert found != getattr(Sampling(max_tokens=1), name), f"{name} isn't tried"
 
 
 @pytest.mark.parametrize(

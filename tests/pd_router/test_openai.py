@@ -76,6 +76,8 @@ def test_null_is_as_if_absent() -> None:
         "logprobs",
         "top_logprobs",
         "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
         "logit_bias",
         "max_completion_tokens",
     ]
@@ -135,6 +137,18 @@ def test_max_tokens_has_two_names(fields: dict[str, int], limit: int) -> None:
 )
 def test_what_changes_nothing_is_taken(fields: dict[str, Any]) -> None:
     assert chat(seed=3, **fields) == chat(seed=3)
+
+
+def test_penalties_and_biases() -> None:
+    ask = chat(
+        presence_penalty=-2,
+        frequency_penalty=0.5,
+        repetition_penalty=1.3,
+        logit_bias={"7": -100, "12": 1.5, "0": 0},
+    )
+    assert (ask.presence_penalty, ask.frequency_penalty) == (-2.0, 0.5)
+    assert ask.repetition_penalty == 1.3
+    assert ask.logit_bias == ((0, 0.0), (7, -100.0), (12, 1.5))
 
 
 def test_content_as_parts_and_an_answer_sent_back() -> None:
@@ -239,9 +253,18 @@ def test_logprobs_of_both_endpoints() -> None:
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logprobs": 5}, "logprobs", "invalid_type"),
-        ({"presence_penalty": 0.1}, "presence_penalty", "unsupported_parameter"),
-        ({"presence_penalty": False}, "presence_penalty", "unsupported_parameter"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "invalid_value"),
+        ({"presence_penalty": False}, "presence_penalty", "invalid_type"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty", "invalid_value"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
+        ({"repetition_penalty": 11}, "repetition_penalty", "invalid_value"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias[...]", "invalid_type"),
+        ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": [5]}, "logit_bias", "invalid_type"),
         ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
