@@ -21,8 +21,8 @@ from typing import Any
 from bench.common import ROOT, Goals
 
 BENCHES = (
-    "engine", "identity", "interference", "kv", "kvquality", "operator", "policies", "scaling",
-    "startup", "transfer",
+    "engine", "identity", "interference", "kv", "kvquality", "operator", "policies", "router",
+    "scaling", "startup", "transfer",
 )  # fmt: skip
 KEPT = ROOT / "bench" / "results.jsonl"
 RESULTS = ROOT / "bench" / "RESULTS.md"
