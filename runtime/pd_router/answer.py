@@ -1,18 +1,21 @@
 """One HTTP request's generations: started, collected step by step, turned into text.
 
-The workers' streams call the sinks; those only append to the request's inbox and wake
-its coroutine once a step. All that costs more happens in that coroutine.
+The workers' streams call the sinks; those append to the request's inbox and wake its
+coroutine once a step. A token in the middle of a plain stream goes straight to the
+client's connection instead, while the coroutine waits.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_router.exchange import Pipe
 from pd_router.openai import Ask
-from pd_router.replies import Part, TokenLogprob, Usage
+from pd_router.replies import Part, Replies, TokenLogprob, Usage
 from pd_router.text import StopMatcher, TextStack
 from pd_router.types import (
     NOBODY,
@@ -27,6 +30,7 @@ from pd_router.types import (
 
 # What is kept for a client that doesn't read: about 1 MiB.
 MAX_HELD_TOKENS = 4096
+_LAZY_TOKENS = 256
 _TOP_LOGPROBS_PER_TOKEN = 4  # that many weigh as much as a token
 
 
@@ -42,14 +46,23 @@ class _Arrival(NamedTuple):
     top: tuple[tuple[int, float], ...]
     at: float
 
+    @property
+    def ends_or_begins(self) -> bool:
+        return self.finish is not None or not self.position
+
 
 class Inbox:
-    """What arrived for one HTTP request and wasn't looked at yet. Bounded."""
+    """What arrived for one HTTP request and wasn't looked at yet. Bounded.
 
-    def __init__(self) -> None:
+    Lazy: nobody needs to look before the end, or before much has come.
+    """
+
+    def __init__(self, lazy: bool = False) -> None:
+        self._lazy = lazy
         self._arrivals: list[_Arrival] = []
         self._weight = 0
         self._waiter: asyncio.Future[None] | None = None
+        self.idle = False  # somebody waits, and nothing is there
         self._failure: Failure | None = None
         self.on_gone: Callable[[], None] | None = None  # the client doesn't read
 
@@ -60,7 +73,7 @@ class Inbox:
         self._weight += 1 + len(arrival.top) // _TOP_LOGPROBS_PER_TOKEN
         if self._weight > MAX_HELD_TOKENS:
             self.fail(Failure(FailureKind.CLIENT_GONE, "The client doesn't read its stream."))
-        else:
+        elif not self._lazy or self._weight >= _LAZY_TOKENS or arrival.ends_or_begins:
             self._wake()
 
     def fail(self, failure: Failure) -> None:
@@ -79,24 +92,33 @@ class Inbox:
             if self._failure is not None:
                 raise RequestFailure(self._failure.kind, self._failure.message)
             self._waiter = asyncio.get_running_loop().create_future()
+            self.idle = True
             await self._waiter
         arrivals, self._arrivals, self._weight = self._arrivals, [], 0
         return arrivals
 
     def _wake(self) -> None:
+        self.idle = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
+Direct = Callable[[int, int, int, float], bool]
+"""(choice, position, token, at) -> whether the token has gone out. Monotonic seconds."""
+
+
 class PromptSink:
-    """Takes one generation's output into the inbox of its request."""
+    """Takes one generation's output into the inbox of its request, or past it to `direct`."""
 
-    __slots__ = ("_inbox", "_open", "_prompt")
+    __slots__ = ("_direct", "_inbox", "_open", "_prompt")
 
-    def __init__(self, inbox: Inbox, prompt: int, choices: int) -> None:
+    def __init__(
+        self, inbox: Inbox, prompt: int, choices: int, direct: "Direct | None" = None
+    ) -> None:
         self._inbox = inbox
         self._prompt = prompt
         self._open = choices
+        self._direct = direct
 
     def on_token(
         self,
@@ -107,9 +129,13 @@ class PromptSink:
         logprob: float | None,
         top: tuple[tuple[int, float], ...],
     ) -> None:
+        at = time.monotonic()
         if finish is not None:
             self._open -= 1
-        at = time.monotonic()
+        elif (
+            self._direct is not None and self._inbox.idle and self._direct(choice, index, token, at)
+        ):
+            return
         self._inbox.put(_Arrival(self._prompt, choice, index, token, finish, logprob, top, at))
 
     def on_done(self) -> None:
@@ -159,6 +185,17 @@ class _Choice:
         self.finish = self.part.finish = finish
         if self.text_at is None and (text or finish):
             self.text_at = arrival.at
+
+    def add_plain(self, token: int, at: float) -> bytes:
+        """`add` for a token in the middle of text that goes out as it is: JSON text."""
+        self.last_at = at
+        self.count += 1
+        return self._detokenizer.push_json(token)
+
+    @property
+    def flows(self) -> bool:
+        """Its first event is out, nothing is held back, and it goes on."""
+        return not self.part.first and self.finish is None
 
     def end_empty(self) -> None:
         """max_tokens 0: there is nothing to say, and the limit is reached."""
@@ -225,11 +262,14 @@ class Run:
         accepted: float,
     ) -> None:
         """`accepted`: when the HTTP request came, on the monotonic clock."""
-        self.inbox = Inbox()
+        self._watched = bool(ask.stops or (ask.ignore_eos and ask.stop_token_ids))
+        self.inbox = Inbox(lazy=not (ask.stream or self._watched))
         self._ask = ask
         self._meter = meter
         self._accepted = accepted
         self._prompts: list[_Prompt] = []
+        self._pipe: Pipe | None = None
+        self._around: list[tuple[bytes, bytes]] = []  # by choice
         for ids in prompts:
             # A plain completion goes on where its prompt ends, blanks included.
             context = ids if ask.kind == "completion" else ()
@@ -268,7 +308,8 @@ class Run:
                 sla=who.sla,
                 tenant=who.tenant,
             )
-            sink = PromptSink(self.inbox, number, self._ask.choices)
+            direct = partial(self._direct, prompt)
+            sink = PromptSink(self.inbox, number, self._ask.choices, direct)
             prompt.generation = sessions.start(request, sink)
 
     @property
@@ -297,6 +338,28 @@ class Run:
                     # After a stop string the workers would go on; after their own end
                     # this does nothing.
                     prompt.generation.cancel()
+
+    def pass_on(self, replies: Replies, pipe: Pipe | None) -> None:
+        """From now on tokens in the middle of plain text go out without waking anybody."""
+        if pipe is None or self._watched or not replies.plain:
+            return
+        choices = sum(len(prompt.choices) for prompt in self._prompts)
+        self._around = [replies.around(number) for number in range(choices)]
+        self._pipe = pipe
+
+    def _direct(self, prompt: _Prompt, number: int, position: int, token: int, at: float) -> bool:
+        """The hottest path (see `Direct`). What it can't do waits for `step`."""
+        pipe, choice, observe_gap = self._pipe, prompt.choices[number], prompt.observe_gap
+        if pipe is None or observe_gap is None or pipe.blocked:
+            return False
+        if position != choice.count or not choice.flows:
+            return False
+        observe_gap(at - choice.last_at)
+        text = choice.add_plain(token, at)
+        if text:
+            before, after = self._around[choice.part.choice]
+            pipe.write(before, text, after)
+        return True
 
     def _measure_gap(self, prompt: _Prompt, choice: _Choice, at: float) -> None:
         if not choice.count:

@@ -320,7 +320,10 @@ async def _stream(exchange: Exchange, ask: Ask, run: Run, replies: Replies) -> N
         if run.done:
             break
         if events:
+            first = not exchange.status
             await exchange.stream(events)
+            if first:
+                run.pass_on(replies, exchange.pipe())
         await run.step()
     if ask.include_usage:
         events += replies.usage_chunk(run.usage())

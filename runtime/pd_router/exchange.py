@@ -4,7 +4,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from pd_core.failures import FailureKind, RequestFailure
 from pd_router.openai import ApiError
@@ -22,6 +22,19 @@ _STREAM_HEADERS: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold the events back
 )
+
+
+class Pipe(Protocol):
+    """Sends pieces of a body whose head is out, at once and without waiting."""
+
+    @property
+    def blocked(self) -> bool:
+        """The client reads too slowly, or has gone: nothing may be written now."""
+        ...
+
+    def write(self, before: bytes, text: bytes, after: bytes) -> None:
+        """Three pieces that belong together. Only while it isn't blocked."""
+        ...
 
 
 class Exchange:
@@ -133,6 +146,11 @@ class Exchange:
         if not self.status:
             await self._start(200, _STREAM_HEADERS)
         await self._finish(chunk)
+
+    def pipe(self) -> Pipe | None:
+        """The way for further events of this stream past ASGI; None where there is none."""
+        pipe: Callable[[], Pipe] | None = self._scope.get("extensions", {}).get("pdcluster.pipe")
+        return pipe() if pipe is not None and self.status == 200 and not self.complete else None
 
     def abort(self) -> None:
         """Cuts the connection: for a client that doesn't read what it asked for."""

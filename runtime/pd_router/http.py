@@ -11,7 +11,8 @@ from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pd_router.openai import ApiError
 from pd_router.settings import Address
@@ -72,7 +73,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_message = True
-        self.scope["extensions"] = {"pdcluster.abort": self.transport.abort}
+        self.scope["extensions"] = {
+            "pdcluster.abort": self.transport.abort,
+            "pdcluster.pipe": self._pipe,
+        }
         if self._timer is None:
             self._set_timer(HEAD_DEADLINE_S)
 
@@ -106,6 +110,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg, "invalid_http")
 
+    def _pipe(self) -> "Pipe":
+        return Pipe(self.transport, self.flow, self.cycle)
+
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Ends a connection that doesn't speak HTTP as we do."""
         self._refuses = True
@@ -134,6 +141,28 @@ class BoundedProtocol(HttpToolsProtocol):
     def _expired(self) -> None:
         self._timer = None
         self.transport.close()
+
+
+class Pipe:
+    """Pieces of one chunked answer, straight to its connection (`exchange.Pipe`)."""
+
+    __slots__ = ("_cycle", "_flow", "_send")
+
+    def __init__(
+        self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle
+    ) -> None:
+        self._send = transport.write
+        self._flow = flow
+        self._cycle = cycle
+
+    @property
+    def blocked(self) -> bool:
+        cycle = self._cycle
+        return self._flow.write_paused or cycle.disconnected or cycle.response_complete
+
+    def write(self, before: bytes, text: bytes, after: bytes) -> None:
+        size = len(before) + len(text) + len(after)
+        self._send(b"%x\r\n%b%b%b\r\n" % (size, before, text, after))
 
 
 class HttpServer(uvicorn.Server):

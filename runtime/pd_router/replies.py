@@ -91,6 +91,22 @@ class Replies:
             self._usage_tail(usage),
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether a chunk is nothing but its text between what is always the same."""
+        ask = self._ask
+        return not (ask.logprobs or ask.return_token_ids or ask.usage_in_each_chunk)
+
+    def around(self, choice: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text (JSON, without its quotes) in the events of
+        a choice, after its first and before its last. Only where chunks are `plain`."""
+        marker = "-"
+        event = self.chunk(Part(choice, first=False, text=marker), None)
+        before, found, after = event.rpartition(b'"%s"' % marker.encode())
+        if not found:
+            raise AssertionError(f"no text in {event!r}")
+        return before + b'"', b'"' + after
+
     def usage_chunk(self, usage: Usage) -> bytes:
         """The event before [DONE] where `include_usage` asks for it."""
         return b"%s],%s}\n\n" % (self._chunk_head, _usage_member(usage))

@@ -364,6 +364,10 @@ class RunningGeneration:
         if not self._over:
             self._arm(self.walk.next_deadline)
 
+    @property
+    def sink(self) -> Sink | None:
+        return self._sink
+
     def deliver(self, token: Token) -> None:
         if self._sink is not None:
             self._sink.on_token(
@@ -519,10 +523,11 @@ class SideHandler:
     A mistake in here or in the sink fails this request, not all those on the stream.
     """
 
-    __slots__ = ("_generation", "_side")
+    __slots__ = ("_generation", "_logprobs", "_side")
 
     def __init__(self, generation: RunningGeneration, side: Side) -> None:
         self._generation = generation
+        self._logprobs = generation.request.sampling.logprobs
         self._side = side
 
     def granted(self, event: pb.Granted, now: float) -> None:
@@ -559,9 +564,16 @@ class SideHandler:
             self._broken(error)
 
     def token(self, out: pb.TokenOut, now: float) -> None:
-        """The hot path: mostly one action, and no timer to set."""
+        """The hot path: mostly a token that ends nothing, and no timer to set."""
         generation = self._generation
         try:
+            if not (out.finish or self._logprobs):
+                choice, index, token = out.choice, out.index, out.token
+                if generation.walk.plain_token(self._side, choice, index, token, now):
+                    sink = generation.sink
+                    if sink is not None:
+                        sink.on_token(choice, index, token, None, None, ())
+                    return
             actions = generation.walk.token(self._side, wire.token_from_pb(out), now)
             if len(actions) == 1 and type(actions[0]) is Token:
                 generation.deliver(actions[0])

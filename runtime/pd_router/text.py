@@ -15,6 +15,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import msgspec
 from tokenizers import Tokenizer
 
 from pd_router.types import Bundle
@@ -101,6 +102,10 @@ class Detokenizer(Protocol):
         """The text that this token completes; empty while a character is incomplete."""
         ...
 
+    def push_json(self, token: int) -> bytes:
+        """The same, as it stands between the quotes of a JSON string."""
+        ...
+
     def finish(self) -> str:
         """What is left when no more tokens come."""
         ...
@@ -109,16 +114,52 @@ class Detokenizer(Protocol):
 class ByteDetokenizer:
     """For byte-level tokenizers: a token is some bytes, whatever stands beside it."""
 
-    def __init__(self, table: Sequence[bytes]) -> None:
+    def __init__(self, table: "ByteTable") -> None:
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._between = True  # no character is incomplete
 
     def push(self, token: int) -> str:
-        table = self._table
-        return self._utf8.decode(table[token]) if token < len(table) else ""
+        raw = self._table.raw
+        text = self._utf8.decode(raw[token]) if token < len(raw) else ""
+        self._between = not self._utf8.getstate()[0]
+        return text
+
+    def push_json(self, token: int) -> bytes:
+        if self._between:
+            known = self._table.json.get(token)
+            if known is None:
+                known = self._table.learn(token)
+            if known is not None:
+                return known
+        return _json_inside(self.push(token))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
+
+
+class ByteTable:
+    """The bytes of each token, and the JSON of those that are whole characters: as they come
+    up, so that a large vocabulary costs nothing at the start."""
+
+    def __init__(self, raw: Sequence[bytes]) -> None:
+        self.raw = raw
+        self.json: dict[int, bytes] = {}
+
+    def learn(self, token: int) -> bytes | None:
+        """None for a part of a character."""
+        raw = self.raw[token] if token < len(self.raw) else b""
+        try:
+            found = _json_inside(raw.decode())
+        except UnicodeDecodeError:
+            return None
+        self.json[token] = found
+        return found
+
+
+def _json_inside(text: str) -> bytes:
+    """The text as it stands between the quotes of a JSON string."""
+    return msgspec.json.encode(text)[1:-1]
 
 
 class WindowDetokenizer:
@@ -145,6 +186,9 @@ class WindowDetokenizer:
         self._done = len(self._window)
         self._before = self._decode(self._window)
         return out
+
+    def push_json(self, token: int) -> bytes:
+        return _json_inside(self.push(token))
 
     def finish(self) -> str:
         out = self._decode(self._window)[len(self._before) :]
@@ -234,8 +278,9 @@ class TextStack:
         self._knows_developer = "developer" in bundle.chat_template
         parts = json.loads(text)
         byte_level = _is_byte_level(parts.get("decoder") or {})
-        self._bytes = _byte_table(self._tokenizer) if byte_level else None
-        self._longest = _longest_token(self._tokenizer, self._bytes, parts)
+        self._bytes = ByteTable(_byte_table(self._tokenizer)) if byte_level else None
+        table = self._bytes.raw if self._bytes is not None else None
+        self._longest = _longest_token(self._tokenizer, table, parts)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt of a chat. TemplateFailed with the template's message."""
@@ -287,8 +332,9 @@ class TextStack:
 
     def token_bytes(self, token: int) -> bytes:
         """A token alone, special ones too, for log-probabilities."""
-        if self._bytes is not None and token < len(self._bytes) and self._bytes[token]:
-            return self._bytes[token]
+        table: Sequence[bytes] = self._bytes.raw if self._bytes is not None else ()
+        if token < len(table) and table[token]:
+            return table[token]
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text.encode()
 

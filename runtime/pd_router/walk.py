@@ -195,7 +195,7 @@ class Walk:
         return self._take()
 
     def token(self, side: Side, token: Token, now: float) -> list[Action]:
-        """The hot path: a later token from D."""
+        """A later token from D."""
         leg = self._sides.get(side)
         if leg is None:
             return []
@@ -208,6 +208,21 @@ class Walk:
         except _Misbehaved as error:
             self._misbehaved(leg, side, error, now)
         return self._take()
+
+    def plain_token(self, side: Side, choice: int, index: int, token: int, now: float) -> bool:
+        """The hottest path: True for a token that ends nothing, is the choice's next, and so
+        goes out. False changes nothing: `token` then says what it means."""
+        leg = self._sides.get(side)
+        if leg is None or leg.state is not _State.DECODING or side.prefill:
+            return False
+        out = self._out.get(choice)
+        if out is None or len(out) != index:
+            return False
+        if choice in self._finished or choice not in leg.choices:
+            return False
+        out.append(token)
+        leg.due = now + self._config.decode_wait_s
+        return True
 
     def failed(self, side: Side, failure: Failure, now: float) -> list[Action]:
         """A side ended: the worker said so, or it was lost or late."""
