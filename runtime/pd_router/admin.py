@@ -5,10 +5,10 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from pd_router.errors import ApiError
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal
 from pd_router.metrics import CONTENT_TYPE, Metrics
-from pd_router.openai import ApiError
 from pd_router.signals import Queued
 from pd_router.types import WorkersApi
 

@@ -13,10 +13,12 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_router import toolcalls
 from pd_router.exchange import Pipe
 from pd_router.openai import Ask
 from pd_router.replies import Part, Replies, TokenLogprob, Usage
 from pd_router.text import StopMatcher, TextStack
+from pd_router.toolcalls import Reader
 from pd_router.types import (
     NOBODY,
     FinishReason,
@@ -161,6 +163,8 @@ class _Choice:
         self._stack = stack
         self._detokenizer = stack.detokenizer(context)
         self._stops = StopMatcher(ask.stops) if ask.stops else None
+        self._reader = _call_reader(ask, stack)
+        self._calls = 0
         self._chars = 0  # of the text so far, what is held back too
 
     def add(self, arrival: _Arrival) -> None:
@@ -181,9 +185,11 @@ class _Choice:
                 finish = "stop"
             elif finish is not None:
                 text += self._stops.finish()
-        self.part.text += text
         self.finish = self.part.finish = finish
-        if self.text_at is None and (text or finish):
+        if self._reader is not None:
+            text = self._read_calls(self._reader, text)
+        self.part.text += text
+        if self.text_at is None and (text or finish or self.part.calls):
             self.text_at = arrival.at
 
     def add_plain(self, token: int, at: float) -> bytes:
@@ -197,6 +203,20 @@ class _Choice:
         """Its first event is out, nothing is held back, and it goes on."""
         return not self.part.first and self.finish is None
 
+    def _read_calls(self, reader: Reader, text: str) -> str:
+        """Takes calls of tools out of the text."""
+        text, calls = reader.push(text)
+        if self.finish is not None:
+            rest, more = reader.finish()
+            text, calls = text + rest, calls + more
+        for call in calls:
+            if not (self._ask.one_call and self._calls):
+                self.part.calls.append((self._calls, call))
+                self._calls += 1
+        if self._calls and self.finish == "stop":
+            self.part.finish = "tool_calls"
+        return text
+
     def end_empty(self) -> None:
         """max_tokens 0: there is nothing to say, and the limit is reached."""
         self.finish = self.part.finish = "length"
@@ -204,7 +224,7 @@ class _Choice:
     def take_part(self) -> Part | None:
         """What can go out now, if anything. A token without text doesn't go out alone."""
         part = self.part
-        if not part.text and part.finish is None:
+        if not (part.text or part.calls or part.finish):
             return None
         self.part = Part(part.choice, first=False)
         return part
@@ -230,6 +250,14 @@ class _Choice:
                     self._chars,
                 )
             )
+
+
+def _call_reader(ask: Ask, stack: TextStack) -> Reader | None:
+    """For requests with tools."""
+    if not ask.tools or stack.call_format is None:
+        return None
+    names = frozenset(tool["function"]["name"] for tool in ask.tools)
+    return toolcalls.reader(stack.call_format, names)
 
 
 class Meter(Protocol):
@@ -341,7 +369,7 @@ class Run:
 
     def pass_on(self, replies: Replies, pipe: Pipe | None) -> None:
         """From now on tokens in the middle of plain text go out without waking anybody."""
-        if pipe is None or self._watched or not replies.plain:
+        if pipe is None or self._watched or self._ask.tools or not replies.plain:
             return
         choices = sum(len(prompt.choices) for prompt in self._prompts)
         self._around = [replies.around(number) for number in range(choices)]

@@ -18,11 +18,12 @@ from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_router import tokens
 from pd_router.answer import Run
 from pd_router.classes import NO_PROMISES, Promises
+from pd_router.errors import ApiError, invalid
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal, Record
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
-from pd_router.openai import ApiError, Ask, invalid, parse_chat, parse_completion
+from pd_router.openai import Ask, parse_chat, parse_completion
 from pd_router.prepare import sampling_for, tokenize
 from pd_router.replies import DONE, Replies
 from pd_router.texts import Texts

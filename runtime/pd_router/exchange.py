@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from pd_core.failures import FailureKind, RequestFailure
-from pd_router.openai import ApiError
+from pd_router.errors import ApiError
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from pd_router.openai import ApiError
+from pd_router.errors import ApiError
 from pd_router.settings import Address
 
 log = logging.getLogger("pd_router.http")

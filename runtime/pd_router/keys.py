@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pd_router.openai import ApiError
+from pd_router.errors import ApiError
 
 log = logging.getLogger("pd_router.keys")
 

@@ -7,17 +7,24 @@ wouldn't is taken and ignored. Errors carry the JSON path of what is wrong.
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 
-from pd_core.failures import Failure, FailureKind
+from pd_router.errors import ApiError, invalid, unsupported
+from pd_router.messages import (
+    ChatMessage,
+    Message,
+    Tool,
+    ToolSpec,
+    chat_messages,
+    chat_tools,
+)
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
-MAX_MESSAGES = 2048
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
@@ -27,59 +34,9 @@ MAX_REPETITION_PENALTY = 10
 MAX_TOP_LOGPROBS = 20
 MOST_TOKENS = (1 << 31) - 1
 MAX_SEQUENCES = 128  # prompts times choices
-MAX_MESSAGE_CHARS = 1000  # of an error: it may quote what the client sent
-MAX_PARAM_CHARS = 200
 COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's /v1/completions has it
 MAX_PRIORITY = 1000
 _MASK64 = (1 << 64) - 1
-
-
-class ApiError(Exception):
-    """An answer in OpenAI's error format."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        kind: FailureKind = FailureKind.INVALID_REQUEST,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
-    ) -> None:
-        message = message[:MAX_MESSAGE_CHARS]
-        super().__init__(message)
-        self.status = status
-        self.param = param and param[:MAX_PARAM_CHARS]
-        self.code = code
-        self.headers = headers
-        self.failure = Failure(kind, message)
-
-    @classmethod
-    def of(cls, failure: Failure, param: str | None = None) -> "ApiError":
-        status = failure.traits.http_status
-        made = cls(status, failure.message, param=param, code=failure.kind, kind=failure.kind)
-        made.failure = replace(made.failure, retry_after_s=failure.retry_after_s)
-        return made
-
-    def body(self) -> bytes:
-        return msgspec.json.encode({"error": self._fields()})
-
-    def event(self) -> bytes:
-        """The last event of a stream that fails after its first byte."""
-        return b"data: " + self.body() + b"\n\n"
-
-    def _fields(self) -> dict[str, str | None]:
-        return {
-            "message": self.failure.message,
-            "type": self.failure.traits.openai_type,
-            "param": self.param,
-            "code": self.code,
-        }
-
-
-def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    return ApiError(400, message, param=param, code=code)
 
 
 # ---- the requests as they come ------------------------------------------------------
@@ -93,27 +50,6 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None  # usage in each chunk, as vLLM has it
-
-
-class ContentPart(Struct):
-    """Other fields belong to kinds of content that are refused by their type."""
-
-    type: str
-    text: str | UnsetType = UNSET
-
-
-class Message(Struct, forbid_unknown_fields=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    # Answers that clients send back carry these; without tools they are empty.
-    refusal: str | None = None
-    annotations: Any = None
-    audio: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
-    function_call: Any = None
 
 
 class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -158,8 +94,8 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    parallel_tool_calls: Any = None
-    tools: Any = None
+    parallel_tool_calls: bool | None = None
+    tools: list[ToolSpec] | None = None
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
@@ -188,7 +124,6 @@ def _in(*values: Any) -> Callable[[Any], bool]:
 _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "store": lambda value: value is False,
     "service_tier": _in("auto", "default"),
-    "tools": lambda value: value == [],
     "tool_choice": _in("auto", "none"),
     "functions": lambda value: value == [],
     "function_call": _in("auto", "none"),
@@ -207,12 +142,12 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
 # ---- the one form ---------------------------------------------------------------------
 
 Prompt = str | tuple[int, ...]
-ChatMessage = dict[str, str]  # role, content and what else a template may read
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A checked request. Exactly one of `messages` and `prompts` is filled."""
+    """A checked request. Exactly one of `messages` and `prompts` is filled. `one_call`: the
+    model's first call of a tool is its only one."""
 
     kind: Literal["chat", "completion"]
     model: str
@@ -242,6 +177,8 @@ class Ask:
     cache_salt: bytes
     priority: int  # larger goes first, among requests of one class
     session_id: str  # the same for all of a conversation; empty: unknown
+    tools: tuple[Tool, ...] = ()  # that the model may call
+    one_call: bool = False
 
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -257,10 +194,13 @@ def parse_chat(body: bytes) -> Ask:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
+    tools = chat_tools(request.tools)
     return _ask(
         request,
         kind="chat",
         messages=messages,
+        tools=() if request.tool_choice == "none" else tools,
+        one_call=request.parallel_tool_calls is False,
         max_tokens=limit,
         logprobs=bool(request.logprobs),
         top_logprobs=request.top_logprobs or 0,
@@ -276,7 +216,7 @@ def parse_completion(body: bytes) -> Ask:
         sequences = f"{len(prompts)} prompts with {request.n} choices each"
         raise invalid("n", f"{sequences}: at most {MAX_SEQUENCES} choices are made in all.")
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise _unsupported("best_of", "only the value of 'n' is")
+        raise unsupported("best_of", "only the value of 'n' is")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
     return _ask(
         request,
@@ -297,6 +237,8 @@ def _ask(
     top_logprobs: int,
     messages: tuple[ChatMessage, ...] = (),
     prompts: tuple[Prompt, ...] = (),
+    tools: tuple[Tool, ...] = (),
+    one_call: bool = False,
 ) -> Ask:
     choices = request.n or 1
     if choices > MAX_CHOICES:
@@ -341,6 +283,8 @@ def _ask(
         cache_salt=(request.cache_salt or "").encode(),
         priority=request.priority or 0,
         session_id=request.session_id or "",
+        tools=tools,
+        one_call=one_call,
     )
 
 
@@ -396,18 +340,13 @@ def _mismatch(text: str) -> ApiError:
     return invalid(path or None, f"Invalid value for {where}: {text[:1].lower()}{text[1:]}.", code)
 
 
-def _unsupported(param: str, but: str = "leave it out") -> ApiError:
-    message = f"'{param}' with this value isn't supported yet; {but}."
-    return invalid(param, message, "unsupported_parameter")
-
-
 def _refuse_unsupported(request: Struct) -> None:
     for name in request.__struct_fields__:
         harmless = _HARMLESS.get(name)
         if harmless is not None:
             value = getattr(request, name)
             if value is not None and not harmless(value):
-                raise _unsupported(name)
+                raise unsupported(name)
 
 
 def _one_limit(old: int | None, new: int | None) -> int | None:
@@ -467,62 +406,3 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
         for item in prompt
         if not isinstance(item, int)
     )
-
-
-_ROLES = ("system", "developer", "user", "assistant")
-
-
-def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
-    """As templates read them; ApiError for what isn't text."""
-    if not messages:
-        raise invalid("messages", "'messages' must hold at least one message.")
-    if len(messages) > MAX_MESSAGES:
-        raise invalid(
-            "messages",
-            f"'messages' has {len(messages)} messages, at most {MAX_MESSAGES} are taken.",
-        )
-    return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
-
-
-def _message(path: str, message: Message) -> ChatMessage:
-    if message.role in ("tool", "function"):
-        raise _unsupported(f"{path}.role", "tools aren't")
-    if message.role not in _ROLES:
-        raise invalid(
-            f"{path}.role",
-            f"Invalid value for '{path}.role': {message.role[:40]!r}, "
-            f"expected one of {', '.join(_ROLES)}.",
-        )
-    for name in ("audio", "tool_calls", "tool_call_id", "function_call"):
-        if getattr(message, name):
-            raise _unsupported(f"{path}.{name}")
-    found = {"role": message.role, "content": _content(path, message)}
-    for name in ("name", "reasoning_content"):
-        value = getattr(message, name)
-        if value is not None:
-            found[name] = value
-    return found
-
-
-def _content(path: str, message: Message) -> str:
-    """The text of a message; several parts are lines of their own, as in vLLM."""
-    path = f"{path}.content"
-    content = message.content
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if message.role != "assistant":
-            raise invalid(path, f"'{path}' must be a string or an array of text parts.")
-        return message.refusal or ""
-    texts = []
-    for index, part in enumerate(content):
-        if part.type not in ("text", "refusal"):
-            where = f"{path}[{index}].type"
-            raise invalid(where, f"'{where}' is {part.type[:40]!r}; this model takes only text.")
-        if isinstance(part.text, UnsetType):
-            where = f"{path}[{index}].text"
-            raise invalid(
-                where, f"Missing required parameter: '{where}'.", "missing_required_parameter"
-            )
-        texts.append(part.text)
-    return "\n".join(texts)

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pd_core.failures import Failure, FailureKind
-from pd_router.openai import MOST_TOKENS, ApiError, Ask, invalid
+from pd_router.errors import ApiError, invalid, unsupported
+from pd_router.messages import ChatMessage, Tool
+from pd_router.openai import MOST_TOKENS, Ask
 from pd_router.text import TemplateFailed, TextStack
 from pd_router.types import Limits, Sampling
 
@@ -20,10 +22,7 @@ async def tokenize(
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt; none is empty."""
     if ask.kind == "chat":
-        try:
-            text = stack.render(ask.messages)
-        except TemplateFailed as error:
-            raise invalid("messages", str(error), "chat_template_error") from None
+        text = render(stack, ask.messages, ask.tools)
         await _refuse_hopeless(ask, stack, text, limits, pool)
         # The template writes all special tokens itself.
         prompts = [await stack.encode(text, pool, add_special_tokens=False)]
@@ -45,6 +44,26 @@ async def tokenize(
         if token >= stack.vocab_size:
             raise invalid("logit_bias", _no_token(f"logit_bias.{token}", token, stack.vocab_size))
     return prompts
+
+
+def render(stack: TextStack, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> str:
+    """A chat as the model's template writes it."""
+    if tools and not stack.takes_tools:
+        raise unsupported("tools", "this model's chat template has none")
+    if tools and stack.call_format is None:
+        raise unsupported("tools", "how this model writes its calls isn't known here")
+    if not stack.takes_tools:
+        for number, message in enumerate(messages):
+            if "tool_calls" in message:
+                raise unsupported(
+                    f"messages[{number}].tool_calls", "this model's chat template has none"
+                )
+            if message["role"] == "tool":
+                raise unsupported(f"messages[{number}].role", "this model's chat has no tools")
+    try:
+        return stack.render(messages, tools)
+    except TemplateFailed as error:
+        raise invalid("messages", str(error), "chat_template_error") from None
 
 
 def sampling_for(

@@ -1,13 +1,15 @@
 """OpenAI's answers: whole ones and the chunks of a stream."""
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from pd_router.openai import Ask
+from pd_router.toolcalls import Call
 from pd_router.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -32,7 +34,8 @@ class Part:
     choice: int
     first: bool = True
     text: str = ""
-    finish: FinishReason | None = None
+    finish: FinishReason | Literal["tool_calls"] | None = None
+    calls: list[tuple[int, Call]] = field(default_factory=list)  # numbered within the choice
     logprobs: list[TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
@@ -73,7 +76,9 @@ class Replies:
         if self._chat:
             role = b'"role":"assistant",' if part.first else b""
             body = b'"delta":{%s"content":%s}' % (role, text)
-            if not part.text and not part.first:
+            if part.calls:
+                body = b'"delta":' + encode(self._calling_delta(part))
+            elif not part.text and not part.first:
                 body = b'"delta":{}'
         else:
             body = b'"text":' + text
@@ -130,7 +135,7 @@ class Replies:
     def _choice(self, part: Part, prompt_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": part.choice}
         if self._chat:
-            choice["message"] = {"role": "assistant", "content": part.text, "refusal": None}
+            choice["message"] = _message(part)
         else:
             choice["text"] = part.text
         choice["logprobs"] = self._logprobs(part) if self._ask.logprobs else None
@@ -141,8 +146,32 @@ class Replies:
                 choice["prompt_token_ids"] = prompt_ids[part.choice // self._ask.choices]
         return choice
 
+    def _calling_delta(self, part: Part) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant", "content": None} if part.first else {}
+        if part.text:
+            delta["content"] = part.text
+        calls = [{"index": number, **_called(call)} for number, call in part.calls]
+        return delta | {"tool_calls": calls}
+
     def _logprobs(self, part: Part) -> dict[str, Any]:
         return _chat_logprobs(part.logprobs) if self._chat else _completion_logprobs(part.logprobs)
+
+
+def _message(part: Part) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": part.text, "refusal": None}
+    if part.calls:
+        message["content"] = part.text if part.text.strip() else None
+        message["tool_calls"] = [_called(call) for _, call in part.calls]
+    return message
+
+
+def _called(call: Call) -> dict[str, Any]:
+    # Nine letters and digits: templates of Mistral's models take no other ids.
+    return {
+        "id": secrets.token_hex(5)[:9],
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _usage_member(usage: Usage) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
@@ -18,6 +19,7 @@ import jinja2.sandbox
 import msgspec
 from tokenizers import Tokenizer
 
+from pd_router import toolcalls
 from pd_router.types import Bundle
 
 # Below this many characters encoding takes less than a thread's round trip is worth.
@@ -77,6 +79,15 @@ def _tojson(
 
 
 def compile_template(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+def _variables(source: str) -> set[str]:
+    """What a template reads of what it is given."""
+    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -85,7 +96,7 @@ def compile_template(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
+    return environment
 
 
 # ---- tokens to text ---------------------------------------------------------------------
@@ -276,13 +287,17 @@ class TextStack:
         self._special: Mapping[str, str] = dict(bundle.special_tokens)
         self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
         self._knows_developer = "developer" in bundle.chat_template
+        self.takes_tools = "tools" in _variables(bundle.chat_template)
+        self.call_format = toolcalls.format_of(bundle.chat_template)
         parts = json.loads(text)
         byte_level = _is_byte_level(parts.get("decoder") or {})
         self._bytes = ByteTable(_byte_table(self._tokenizer)) if byte_level else None
         table = self._bytes.raw if self._bytes is not None else None
         self._longest = _longest_token(self._tokenizer, table, parts)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """The prompt of a chat. TemplateFailed with the template's message."""
         if self._template is None:
             raise TemplateFailed("This model has no chat template; use /v1/completions.")
@@ -294,7 +309,7 @@ class TextStack:
         try:
             return self._template.render(
                 messages=chat,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._special,

@@ -7,8 +7,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from pd_router.openai import Message, chat_messages, decode_strictly, invalid
-from pd_router.text import TemplateFailed, TextStack
+from pd_router.errors import invalid
+from pd_router.messages import Message, ToolSpec, chat_messages, chat_tools
+from pd_router.openai import decode_strictly
+from pd_router.prepare import render
+from pd_router.text import TextStack
 
 MAX_TOKENS = 1 << 20
 
@@ -19,6 +22,7 @@ class _Tokenize(Struct, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[ToolSpec] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -49,10 +53,7 @@ async def tokenize(
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "Give either 'prompt' or 'messages'.")
     if request.messages is not None:
-        try:
-            text = stack.render(chat_messages(request.messages))
-        except TemplateFailed as error:
-            raise invalid("messages", str(error), "chat_template_error") from None
+        text = render(stack, chat_messages(request.messages), chat_tools(request.tools))
         special = bool(request.add_special_tokens)  # the template writes them itself
     else:
         text = request.prompt or ""

@@ -3,8 +3,9 @@
 from hashlib import blake2b
 
 from pd_router.classes import Promises
+from pd_router.errors import invalid
 from pd_router.exchange import Exchange
-from pd_router.openai import Ask, invalid
+from pd_router.openai import Ask
 from pd_router.types import Who
 
 CLASS_HEADER = b"x-pdcluster-class"

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.failures import Failure, FailureKind
-from pd_router.openai import ApiError, Ask, parse_chat, parse_completion
+from pd_router.errors import ApiError
+from pd_router.openai import Ask, parse_chat, parse_completion
 from pd_router.replies import Part, Replies, TokenLogprob, Usage
 
 
@@ -222,8 +223,8 @@ def test_logprobs_of_both_endpoints() -> None:
         (message(content=[{"type": "text", "text": 1}]), "messages[0].content[0].text", None),
         (message(content=[{"type": "image_url", "image_url": {}}]), None, "invalid_value"),
         (message(role="robot"), "messages[0].role", "invalid_value"),
-        (message(role="tool", tool_call_id="1"), "messages[0].role", "unsupported_parameter"),
-        (message(tool_calls=[{}]), "messages[0].tool_calls", "unsupported_parameter"),
+        (message(role="function"), "messages[0].role", "unsupported_parameter"),
+        (message(tool_calls=[{}]), "messages[0].tool_calls[0].function", None),
         (message(nonsense=1), "messages[0].nonsense", "unknown_parameter"),
         ({"nonsense": 1}, "nonsense", "unknown_parameter"),
         ({"model": 5}, "model", "invalid_type"),
@@ -265,7 +266,7 @@ def test_logprobs_of_both_endpoints() -> None:
         ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
         ({"logit_bias": [5]}, "logit_bias", "invalid_type"),
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
         ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
