@@ -285,8 +285,8 @@ def _router(node: Node, security: Node) -> Router:
         apiparts.template(node.child("template"), "router"),
         routerparts.flags(node, clients, keys),
         secret,
+        node.integer("processes", 1, 1, 32),
     )
-    node.not_yet("processes")
     node.close()
     security.not_yet("tls")
     security.close()

@@ -218,6 +218,7 @@ class Router:
     template: Template
     flags: tuple[str, ...] = ()
     api_keys: str = ""
+    processes: int = 1  # of each router, on one port
 
 
 @dataclass(frozen=True, slots=True)

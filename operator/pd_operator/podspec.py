@@ -102,6 +102,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
     """A router's pod."""
     template = cluster.router.template
     keys, key_mounts = _api_keys(cluster.router.api_keys)
+    processes = cluster.router.processes
     image = template.image or settings.router_image
     fields = {
         "command": list(settings.router_command),
@@ -112,6 +113,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             f"--admin=$(POD_IP):{ADMIN_PORT}",
             f"--control=$(POD_IP):{CONTROL_PORT}",
             f"--drain-timeout-s={cluster.rollout.drain_timeout_s:g}",
+            *([f"--processes={processes}"] if processes > 1 else []),
             *cluster.router.flags,
             *([f"--api-keys={API_KEYS_PATH}"] if keys else []),
         ],

@@ -54,7 +54,7 @@ def network_policies(cluster: Cluster, settings: Settings) -> list[Manifest]:
                 "spec": {
                     **routers,
                     "policyTypes": ["Ingress", "Egress"],
-                    "ingress": _router_ingress(workers, settings),
+                    "ingress": _router_ingress(cluster, workers, settings),
                     "egress": [_to([workers], WORK_PORT), {"ports": _DNS}],
                 }
             },
@@ -74,11 +74,11 @@ def network_policies(cluster: Cluster, settings: Settings) -> list[Manifest]:
     ]  # fmt: skip
 
 
-def _router_ingress(workers: Manifest, settings: Settings) -> list[Manifest]:
+def _router_ingress(cluster: Cluster, workers: Manifest, settings: Settings) -> list[Manifest]:
     watchers = [*settings.operators, *settings.monitors_from]
     rules = [
         _from(_peers(settings.clients), HTTP_PORT),
-        _from([workers], CONTROL_PORT),
+        {"from": [workers], "ports": [_control(cluster)]},
     ]
     if watchers:
         rules.append(_from(_peers(watchers), ADMIN_PORT))
@@ -93,10 +93,21 @@ def _worker_ingress(routers: Manifest, workers: Manifest, settings: Settings) ->
 
 
 def _worker_egress(cluster: Cluster, routers: Manifest, workers: Manifest) -> list[Manifest]:
-    rules = [_to([routers], CONTROL_PORT), _to([workers], KV_PORT), {"ports": _DNS}]
+    rules = [
+        {"to": [routers], "ports": [_control(cluster)]},
+        _to([workers], KV_PORT),
+        {"ports": _DNS},
+    ]
     if isinstance(cluster.model.source, HuggingFace):
         rules.append({"ports": [_tcp(_HTTPS_PORT)]})
     return rules
+
+
+def _control(cluster: Cluster) -> Manifest:
+    """One port for each process of a router."""
+    processes = cluster.router.processes
+    end = {"endPort": CONTROL_PORT + processes - 1} if processes > 1 else {}
+    return {**_tcp(CONTROL_PORT), **end}
 
 
 def _pods(labels: dict[str, str]) -> Manifest:

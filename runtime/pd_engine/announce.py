@@ -60,6 +60,10 @@ async def resolve(name: str, port: int) -> set[str]:
     }
 
 
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
 @dataclass(slots=True)
 class _PrefixFeed:
     """Prefix changes that one router hasn't been told; when too many, it starts afresh."""
@@ -113,6 +117,7 @@ class Announcer:
         split = (router.rpartition(":") for router in routers)
         self._routers = [(host, int(port)) for host, _, port in split]
         self._streams: dict[str, asyncio.Task[None]] = {}
+        self._ports: dict[str, tuple[int, ...]] = {}  # by host: of routers of several processes
         self._feeds: dict[str, _PrefixFeed] = {}
 
     async def run(self) -> None:
@@ -127,9 +132,7 @@ class Announcer:
             await asyncio.gather(*self._streams.values(), return_exceptions=True)
 
     async def _follow_routers(self) -> None:
-        found: set[str] = set()
-        for host, port in self._routers:
-            found |= await resolve(host, port)
+        found = await self._named()
         for address in found - self._streams.keys():
             self._feeds[address] = _PrefixFeed()
             self._streams[address] = asyncio.create_task(self._keep_announced(address))
@@ -139,6 +142,16 @@ class Announcer:
             if self._streams[address].done():
                 del self._streams[address]
                 del self._feeds[address]
+        hosts = {_host(address) for address in self._streams}
+        self._ports = {host: ports for host, ports in self._ports.items() if host in hosts}
+
+    async def _named(self) -> set[str]:
+        """Where routers are now, as far as names and the routers themselves tell."""
+        found: set[str] = set()
+        for host, port in self._routers:
+            found |= await resolve(host, port)
+        hosts = {_host(address) for address in found}
+        return found | {f"{h}:{port}" for h in hosts for port in self._ports.get(h, ())}
 
     async def _keep_announced(self, address: str) -> None:
         failures = 0
@@ -157,10 +170,7 @@ class Announcer:
             await asyncio.sleep(_DIAL_AGAIN_S[min(failures, len(_DIAL_AGAIN_S) - 1)])
 
     async def _still_named(self, address: str) -> bool:
-        for host, port in self._routers:
-            if address in await resolve(host, port):
-                return True
-        return False
+        return address in await self._named()
 
     async def _announce(self, address: str, channel: grpc.aio.Channel) -> None:
         call = engine_pb2_grpc.ControlStub(channel).Announce()
@@ -175,6 +185,7 @@ class Announcer:
         if not notice.HasField("welcome"):
             raise TimeoutError("the router's first notice is not a Welcome")
         log.info("router=%s announced", address)
+        self._ports[_host(address)] = tuple(notice.welcome.control_ports)
         self._health.registered = True
         self._feeds[address].reset = True
         writing = asyncio.Lock()  # a call takes one write at a time

@@ -15,6 +15,7 @@ from pd_router import settings as flags
 from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.app import AppSettings, RouterApp
+from pd_router.crew import Crew, inherited
 from pd_router.http import HttpServer, listen
 from pd_router.journal import Journal
 from pd_router.keys import Keyring
@@ -45,14 +46,17 @@ async def _run(settings: Settings) -> None:
         loop.add_signal_handler(number, stop_or_hurry)
     async with AsyncExitStack() as closing:
         # Ports first: one that is taken ends the start before workers hear of this router.
-        http_sockets = listen(settings.http, reuse_port=settings.reuse_port)
+        member = settings.member
+        shared = settings.reuse_port or member is not None
+        http_sockets = listen(settings.http, reuse_port=shared)
         closing.callback(_close, http_sockets)
-        admin_sockets = listen(settings.admin)
+        admin_sockets = listen(settings.admin) if member is None else [inherited(member.admin_fd)]
         closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model)
         journal = Journal(metrics)
-        workers = Workers(WorkersConfig(model=settings.model, router=settings.router_name))
-        await workers.start(settings.control.host, settings.control.port)
+        workers = Workers(_workers_config(settings))
+        control_port = settings.control.port + (member.index if member else 0)
+        await workers.start(settings.control.host, control_port)
         closing.push_async_callback(workers.close)
         sessions = _sessions(settings, workers, metrics)
         closing.callback(sessions.close)
@@ -80,6 +84,15 @@ async def _run(settings: Settings) -> None:
 def _close(sockets: Sequence[socket.socket]) -> None:
     for sock in sockets:
         sock.close()
+
+
+def _workers_config(settings: Settings) -> WorkersConfig:
+    name, member = settings.router_name, settings.member
+    if member is None:
+        return WorkersConfig(model=settings.model, router=name)
+    first = settings.control.port
+    ports = tuple(range(first, first + member.count))
+    return WorkersConfig(model=settings.model, router=f"{name}.{member.index}", control_ports=ports)
 
 
 def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Sessions:
@@ -149,6 +162,8 @@ def main() -> None:
     settings = flags.parse(sys.argv[1:])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            if settings.processes > 1 and settings.member is None:
+                sys.exit(runner.run(Crew(settings, sys.argv[1:]).run()))
             runner.run(_run(settings))
     except OSError as error:
         # The last line is what `kubectl get` and `pdcluster status` show of a crash.

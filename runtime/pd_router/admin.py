@@ -12,7 +12,7 @@ from pd_router.metrics import CONTENT_TYPE, Metrics
 from pd_router.signals import Queued
 from pd_router.types import WorkersApi
 
-_PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers")
+PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers")
 
 
 class AdminApp:
@@ -39,8 +39,8 @@ class AdminApp:
             await exchange.reply_error(error)
 
     async def _route(self, exchange: Exchange) -> None:
-        if exchange.path not in _PAGES:
-            pages = ", ".join(_PAGES)
+        if exchange.path not in PAGES:
+            pages = ", ".join(PAGES)
             raise ApiError(404, f"Unknown page; there are {pages}.", code="unknown_url")
         exchange.allow("GET", "HEAD")
         if exchange.path == "/metrics":

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ from pd_router import classes
 from pd_router.classes import NO_PROMISES, Promises
 from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
 
+MAX_PROCESSES = 32
 _PORT_MAX = 65535
+_MEMBER = re.compile(r"(\d+)/(\d+):(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,15 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Which process of a router this one is, and the socket of its admin port."""
+
+    index: int
+    count: int
+    admin_fd: int
+
+
 @dataclass(frozen=True)
 class Settings:
     """Bytes and seconds."""
@@ -35,6 +47,8 @@ class Settings:
     admin: Address
     control: Address
     reuse_port: bool = False
+    processes: int = 1
+    member: Member | None = None  # None: the router itself
     drain_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
@@ -62,6 +76,9 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--admin", required=True, type=address, metavar="HOST:PORT", help="metrics and debug")
     add("--control", required=True, type=address, metavar="HOST:PORT", help="the workers' port")
     add("--reuse-port", action="store_true", help="let another process share the clients' port")
+    add("--processes", type=_processes, default=Settings.processes, metavar="N",
+        help="share the clients' port; the control ports are N from the one given on")  # fmt: skip
+    add("--member", type=_member, help=argparse.SUPPRESS)  # what a parent tells its processes
     add("--drain-timeout-s", type=_positive, default=Settings.drain_timeout_s, metavar="S")
     add("--request-timeout-s", type=_positive, default=Settings.request_timeout_s, metavar="S")
     add("--max-body-bytes", type=_count, default=Settings.max_body_bytes, metavar="N")
@@ -83,7 +100,13 @@ def parse(arguments: Sequence[str]) -> Settings:
         routing = Routing(**{name: given.pop(name) for name in names})
     except ValueError as error:
         parser.error(str(error))
-    return Settings(**given, routing=routing)
+    settings = Settings(**given, routing=routing)
+    if (
+        settings.processes > 1
+        and not 0 < settings.control.port <= _PORT_MAX + 1 - settings.processes
+    ):
+        parser.error(f"argument --control: {settings.processes} processes need as many ports")
+    return settings
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +143,20 @@ def address(text: str) -> Address:
     if int(port) > _PORT_MAX:
         raise argparse.ArgumentTypeError(f"{text!r}: a port is at most {_PORT_MAX}")
     return Address(host, int(port))
+
+
+def _processes(text: str) -> int:
+    count = _count(text)
+    if count > MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {MAX_PROCESSES} processes")
+    return count
+
+
+def _member(text: str) -> Member:
+    found = _MEMBER.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give I/N:FD")
+    return Member(*map(int, found.groups()))
 
 
 def _positive(text: str) -> float:

@@ -56,6 +56,7 @@ class WorkersConfig:
     forget_s: float = 60.0
     renew_s: float = 5.0
     check_s: float = 0.25
+    control_ports: tuple[int, ...] = ()  # of all processes of this router, where it has several
 
 
 @dataclass(slots=True)
@@ -307,6 +308,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             router_epoch=self.identity.epoch,
             heartbeat_s=config.heartbeat_s,
             lapse_s=config.lapse_s,
+            control_ports=config.control_ports,
         )
         await context.write(pb.RouterNotice(welcome=welcome))
         wanted = record.hello.bundle_hash

@@ -59,6 +59,14 @@ def test_policies_allow_these_flows_and_no_other() -> None:
     assert set(flows(rendered(cluster(), KUBERNETES))) == FLOWS
 
 
+def test_each_process_of_a_router_has_a_port_for_workers() -> None:
+    made = rendered(cluster(**{"spec.router.processes": 4}), KUBERNETES)
+    policies = [one for one in made.surroundings if one["kind"] == "NetworkPolicy"]
+    rules = [r for p in policies for way in ("ingress", "egress") for r in p["spec"][way]]
+    control = [port for rule in rules for port in rule["ports"] if port["port"] == 7000]
+    assert control == [{"protocol": "TCP", "port": 7000, "endPort": 7003}] * 2
+
+
 def test_what_both_ends_see_both_allow() -> None:
     found = [one for one in flows(rendered(cluster(), KUBERNETES)) if one[2] != 53]
     ours = [one for one in found if {one[0], one[1]} <= {"worker", "router"}]

@@ -24,6 +24,7 @@ def test_defaults_make_no_flags() -> None:
 
 def test_the_router_reads_what_is_written() -> None:
     written = {
+        "processes": 3,
         "routing": {"policy": "prefix", "disaggregate": "never", "sessionKvLimit": 0.5},
         "admission": {
             "classHeader": True,
@@ -40,6 +41,7 @@ def test_the_router_reads_what_is_written() -> None:
     assert (read.routing.policy, read.routing.disaggregate) == ("prefix", "never")
     assert read.routing.session_kv_limit == 0.5
     assert read.class_header
+    assert read.processes == 3
     vip = read.promises.named("vip")
     assert vip is not None
     assert (vip.priority, vip.ttft_s, vip.tpot_s) == (9, 0.5, None)

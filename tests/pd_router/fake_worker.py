@@ -244,10 +244,10 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
     async def _notices(self, call: Any) -> None:
         while (notice := await call.read()) is not grpc.aio.EOF:
             if notice.HasField("want_bundle"):
-                bundle = pb.TokenizerBundle(
-                    bundle_hash=notice.want_bundle.bundle_hash, tokenizer_json=b"{}"
-                )
-                await call.write(pb.WorkerReport(bundle=bundle))
+                await call.write(pb.WorkerReport(bundle=self.bundle()))
+
+    def bundle(self) -> pb.TokenizerBundle:
+        return pb.TokenizerBundle(bundle_hash=self.bundle_hash, tokenizer_json=b"{}")
 
     def _heartbeat(self) -> pb.Heartbeat:
         jobs = [job for stream in self._streams for job in stream.jobs.values()]

@@ -121,16 +121,18 @@ class Hello(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s")
+    __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s", "control_ports")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LAPSE_S_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_PORTS_FIELD_NUMBER: _ClassVar[int]
     router: str
     router_epoch: str
     heartbeat_s: float
     lapse_s: float
-    def __init__(self, router: _Optional[str] = ..., router_epoch: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., lapse_s: _Optional[float] = ...) -> None: ...
+    control_ports: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, router: _Optional[str] = ..., router_epoch: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., lapse_s: _Optional[float] = ..., control_ports: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason",)

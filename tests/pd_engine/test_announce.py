@@ -1,0 +1,77 @@
+"""Covers pd_engine.announce: a router of several processes is told at each of their ports."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc.aio
+
+from pd_engine.announce import Announcer
+from pd_engine.types import PrefixChanges
+from pd_proto.v1 import engine_pb2 as pb
+from pd_proto.v1 import engine_pb2_grpc
+
+
+class Process(engine_pb2_grpc.ControlServicer):
+    """One process of a router."""
+
+    def __init__(self) -> None:
+        self.control_ports: list[int] = []
+        self.beat = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def start(self) -> int:
+        self.server = grpc.aio.server()
+        engine_pb2_grpc.add_ControlServicer_to_server(self, self.server)
+        port = int(self.server.add_insecure_port("127.0.0.1:0"))
+        await self.server.start()
+        return port
+
+    async def Announce(self, requests: AsyncIterator[pb.WorkerReport], context: Any) -> None:
+        hello = await anext(aiter(requests))
+        assert hello.hello.worker == "w"
+        welcome = pb.Welcome(heartbeat_s=0.05, control_ports=self.control_ports)
+        await context.write(pb.RouterNotice(welcome=welcome))
+        try:
+            async for report in requests:
+                assert report.HasField("heartbeat")
+                self.beat.set()
+        finally:
+            self.gone.set()
+
+
+def announcer(port: int) -> Announcer:
+    load = SimpleNamespace(
+        **{field.name: 0 for field in pb.Load.DESCRIPTOR.fields if field.name != "step_s"}
+    )
+    scheduler = SimpleNamespace(
+        take_prefix_changes=PrefixChanges, load=lambda: load, prefixes=lambda: []
+    )
+    metrics = SimpleNamespace(busy_s=0.0, computed_tokens=0)
+    core: Any = SimpleNamespace(
+        scheduler=scheduler, metrics=metrics, draining=False, steps=0, step_median_s=lambda: 0.0
+    )
+    health: Any = SimpleNamespace(registered=False)
+    return Announcer(
+        core, health, pb.Hello(worker="w"), pb.TokenizerBundle(), [f"127.0.0.1:{port}"]
+    )
+
+
+def test_each_process_of_a_router_is_told() -> None:
+    async def scenario() -> None:
+        processes = [Process(), Process(), Process()]
+        ports = [await process.start() for process in processes]
+        processes[0].control_ports = ports
+        running = asyncio.create_task(announcer(ports[0]).run())
+        try:
+            async with asyncio.timeout(20):
+                for process in processes:
+                    await process.beat.wait()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for process in processes:
+                await process.server.stop(0)
+
+    asyncio.run(scenario())

@@ -1,0 +1,253 @@
+"""Covers pd_router.crew and merged: a router of several processes as clients, workers and
+those who measure see it: one port, all processes told of workers, one admin page for all."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pd_core.sketch import from_json
+from pd_proto.v1 import engine_pb2 as pb
+from pd_router import merged
+from pd_router.metrics import Metrics
+from pd_router.settings import Member, parse
+from pd_router.signals import Queued
+from pd_router.types import Timeline
+from tests import client
+from tests.pd_router.fake_worker import FakeKv, FakeWorker
+from tests.pd_router.http_rig import go
+from tests.pd_router.test_settings import NEEDED, free_ports
+from tests.tiny_model import tiny_model_dir
+
+# ---- what several tell as one ------------------------------------------------------------
+
+
+def worker(name: str, heard_s_ago: float, **fields: Any) -> dict[str, Any]:
+    return {
+        "worker": name,
+        "role": "decode",
+        "usable": True,
+        "heard_s_ago": heard_s_ago,
+        "running": 3,
+        "queued": 1,
+        "waiting_grants": 1,
+        "kv_tokens": 100,
+        "kv_used_tokens": 25,
+        **fields,
+    }
+
+
+def process(tokens: int, queued: int, workers: list[dict[str, Any]]) -> Metrics:
+    metrics = Metrics("m")
+    for count in range(1, tokens + 1):
+        timeline = Timeline("r", 0.0, prompt_tokens=10, completion_tokens=count, tpot_s=0.02)
+        timeline.ttft_s = 0.1
+        metrics.first_text(timeline, 0.1)
+        metrics.generation_done(timeline)
+        metrics.gap_observer(timeline)(0.01)
+    metrics.running.set(tokens)
+    metrics.ready.set(1)
+    metrics.gateway(workers, Queued(queued, 10 * queued, queued))
+    return metrics
+
+
+def test_counters_add_up_and_workers_are_counted_once() -> None:
+    old, new = worker("d-0", 0.9, running=9), worker("d-0", 0.1)
+    both = [process(2, 4, [old]), process(3, 5, [new])]
+    queued = [Queued(4, 40, 4), Queued(5, 50, 5)]
+    documents = [
+        {"router": f"r.{i}"} | one.signals_json(queued[i], [old, new][i : i + 1])
+        for i, one in enumerate(both)
+    ]
+    document = json.loads(json.dumps(merged.sketches("r", documents)))
+    assert (document["router"], document["model"]) == ("r", "m")
+    assert document["counters"]["started_requests"] == 5
+    assert document["queued"] == {"requests": 9, "tokens": 90, "sequences": 9}
+    assert document["workers"] == [new]
+    assert sum(from_json(document["ttft_s"]).values()) == 5
+    other = merged.sketches("r", [documents[0], {**documents[1], "process": "restarted"}])
+    assert len({document["process"], other["process"], documents[0]["process"]}) == 3
+
+    text = merged.metrics([one.expose().decode() for one in both], document).decode()
+    samples = {
+        (sample.name, sample.labels.get("le", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["pdcluster_router_running_requests", ""] == 5
+    assert samples["pdcluster_router_ready", ""] == 1
+    assert samples["pdcluster_router_completion_tokens_total", ""] == 3 + 6
+    assert samples["pdcluster_router_itl_seconds_bucket", "0.01"] == 5
+    assert samples["pdcluster_router_itl_seconds_count", ""] == 5
+    assert samples["vllm:num_requests_running", ""] == 3
+    assert samples["vllm:num_requests_waiting", ""] == 2 + 9
+    assert samples["vllm:kv_cache_usage_perc", ""] == 0.25
+
+
+def test_a_process_knows_its_place() -> None:
+    needed = [one for one in NEEDED if not one.startswith("--control")]
+    settings = parse([*needed, "--control=a:7000", "--processes=3", "--member=1/3:9"])
+    assert settings.member == Member(1, 3, 9)
+
+
+@pytest.mark.parametrize("extra", ["--processes=33", "--processes=0", "--member=x"])
+def test_bad_flags(extra: str) -> None:
+    with pytest.raises(SystemExit):
+        parse([*NEEDED, extra])
+
+
+def test_each_process_needs_a_control_port() -> None:
+    needed = [one for one in NEEDED if not one.startswith("--control")]
+    for port in (0, 65535):
+        with pytest.raises(SystemExit):
+            parse([*needed, f"--control=a:{port}", "--processes=2"])
+
+
+# ---- processes -------------------------------------------------------------------------------
+
+
+class Site:
+    """A router of two processes."""
+
+    def __init__(self, running: asyncio.subprocess.Process, http: int, admin: int) -> None:
+        self.process = running
+        self.http = http
+        self.admin = admin
+
+    async def get(self, port: int, path: str) -> tuple[int, bytes]:
+        response = await client.request("127.0.0.1", port, "GET", path)
+        try:
+            return response.status, await response.body()
+        finally:
+            await response.close()
+
+    async def page(self, path: str) -> Any:
+        return json.loads((await self.get(self.admin, path))[1])
+
+    async def until(self, what: Any) -> Any:
+        """Asks again until it is so; the scenario has a deadline."""
+        while True:
+            try:
+                if found := await what():
+                    return found
+            except (OSError, ValueError, KeyError):
+                pass
+            await asyncio.sleep(0.05)
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+
+@asynccontextmanager
+async def crew(http: int, admin: int, control: int) -> AsyncIterator[Site]:
+    at = "127.0.0.1"
+    root = Path(__file__).parents[2]
+    paths = [str(root / "runtime"), str(root / "proto"), os.environ.get("PYTHONPATH", "")]
+    running = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "pd_router", "--model=fake", "--router-name=r", "--processes=2",
+        f"--http={at}:{http}", f"--admin={at}:{admin}", f"--control={at}:{control}",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )  # fmt: skip
+    try:
+        yield Site(running, http, admin)
+    finally:
+        if running.returncode is None:
+            running.kill()
+        await running.wait()
+
+
+def ports() -> tuple[int, int, int]:
+    """(http, admin, control), with the one after control free too."""
+    while True:
+        http, admin, control = free_ports(3)
+        if {http, admin}.isdisjoint((control, control + 1)) and control < 65000:
+            return http, admin, control
+
+
+class Tiny(FakeWorker):
+    """A worker with a real tokenizer, told at both processes."""
+
+    def bundle(self) -> pb.TokenizerBundle:
+        text = (tiny_model_dir() / "tokenizer.json").read_bytes()
+        return pb.TokenizerBundle(
+            bundle_hash=self.bundle_hash, tokenizer_json=text, eos_token_ids=[2], vocab_size=512
+        )
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_router() -> None:
+    async def scenario() -> None:
+        http, admin, control = ports()
+        async with crew(http, admin, control) as site:
+
+            async def serves() -> bool:
+                return (await site.get(http, "/health"))[0] == 200 and len(site.children()) == 2
+
+            await site.until(serves)
+            kv = FakeKv()
+            both = Tiny("both", "b-0", kv)
+            await both.start(f"127.0.0.1:{control}")
+            both.announce_to(f"127.0.0.1:{control + 1}")
+
+            async def known() -> bool:
+                workers = (await site.page("/debug/workers"))["workers"]
+                return len(workers) == 2 and all(one["usable"] for one in workers)
+
+            await site.until(known)
+            body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+
+            async def ask() -> str:
+                response = await client.request("127.0.0.1", http, "POST", "/v1/completions", body)
+                answer = json.loads(await response.body())
+                await response.close()
+                assert response.status == 200, answer
+                return str(answer["id"])
+
+            ids = [await ask() for _ in range(40)]
+            entries = (await site.page("/debug/requests"))["requests"]
+            assert {entry["id"] for entry in entries} == set(ids)
+            found = (await site.page(f"/debug/requests?id={ids[0]}"))["requests"]
+            assert [entry["id"] for entry in found] == ids[:1]
+            assert both.binds == 2  # each process has a work stream of its own
+            sketches = await site.page("/sketches")
+            assert sketches["counters"]["ended_sequences"] == 40
+            assert [one["worker"] for one in sketches["workers"]] == ["b-0"]
+            text = (await site.get(admin, "/metrics"))[1].decode()
+            assert 'completion_tokens_total{model="fake"} 160.0' in text
+
+            killed = site.children()[0]
+            killed.kill()
+
+            async def replaced() -> bool:
+                alive = [one.pid for one in site.children() if one.status() != "zombie"]
+                return len(alive) == 2 and killed.pid not in alive
+
+            await site.until(replaced)
+            site.process.send_signal(signal.SIGTERM)
+            assert await site.process.wait() == 0
+            await both.die()
+
+    go(scenario(), 100)
+
+
+@pytest.mark.slow
+def test_a_router_whose_port_is_taken_ends() -> None:
+    async def scenario() -> None:
+        http, admin, control = ports()
+        taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", http)
+        try:
+            async with crew(http, admin, control) as site:
+                assert await site.process.wait() == 1
+        finally:
+            taken.close()
+
+    go(scenario(), 60)
