@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -29,7 +29,7 @@ _EVENT = (
     b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1700000000,'
     b'"model":"bench","choices":[{"index":0,"text":"%b","logprobs":null,"finish_reason":%b}]}\n\n'
 )
-_ABOUT = {
+_ABOUT: dict[str, dict[str, Any]] = {
     "/v1/models": {"object": "list", "data": [{"id": "bench", "object": "model"}]},
     "/version": {"version": "0.11.0"},
 }
@@ -95,8 +95,7 @@ class Engine(asyncio.Protocol):
         self._url = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         del exc
@@ -123,7 +122,7 @@ class Engine(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if not self._body:
-            about: dict[str, Any] = _ABOUT.get(self._url.decode(), {"status": "ok"})
+            about = _ABOUT.get(self._url.decode(), {"status": "ok"})
             self._answer(about)
             return
         request = msgspec.json.decode(self._body)

@@ -1,12 +1,13 @@
 """The load generator: so many streams at a time, each followed by the next.
 
-It counts tokens by their blanks (see `words`), whoever sent them and however cut.
+It counts tokens by single bytes (see `words`), whoever sent them and however cut.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
@@ -58,8 +59,7 @@ class Stream(asyncio.Protocol):
         self.over = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
         self._ask()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -81,7 +81,7 @@ class Stream(asyncio.Protocol):
             if not head.startswith(b"HTTP/1.1 200"):
                 self._wrong(head.partition(b"\r\n")[0] + data)
                 return
-        count = data.count(b" ") - data.count(b"data: ")
+        count = data.count(b" ") - data.count(b"[")
         if count:
             self._got += count
             self._counts.tokens += count

@@ -137,7 +137,7 @@ def _vllm_router(python: Path, port: int, prefill: list[int], decode: list[int])
     for at in decode:
         command += ["--decode", f"http://127.0.0.1:{at}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-    return [*command, "--log-level", "warn", "--prometheus-port", str(_free_ports(1)[0])]
+    return [*command, "--log-level", "warning", "--prometheus-port", str(_free_ports(1)[0])]
 
 
 def _smg(python: Path, port: int, prefill: list[int], decode: list[int]) -> list[str]:
@@ -208,7 +208,10 @@ def _wait_ready(site: Site, router: subprocess.Popen[str]) -> None:
     while time.monotonic() < deadline:
         if router.poll() is not None:
             raise RuntimeError(f"{site.name} ended: see {OUT}/router-{site.name}.log")
-        with contextlib.suppress(OSError), socket.create_connection(("", site.port), 2) as sock:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", site.port), 2) as sock,
+        ):
             sock.settimeout(5)
             sock.sendall(ask)
             answer = b"".join(iter(lambda: sock.recv(65536), b""))

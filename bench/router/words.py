@@ -1,7 +1,8 @@
 """What the synthetic engines say: words of the model's own vocabulary.
 
-Each has exactly one blank, and the events around them have none but `data: `. So whoever
-reads a stream counts tokens by counting blanks, however many came in one event.
+Each has exactly one blank. The events around them have one more (`data: `), and exactly one
+bracket that opens. So whoever reads a stream counts tokens byte by byte, however many came
+in one event, and wherever the network cuts.
 """
 
 from pathlib import Path

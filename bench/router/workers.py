@@ -26,6 +26,7 @@ from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
 _ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
+_SERVER_OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000),)
 _BLOCKS = 1 << 20
 _SHORTEST_STEP_S = 0.001
 
@@ -77,7 +78,7 @@ class Seals(asyncio.DatagramProtocol):
         self._worker.sealed(data)
 
 
-class Worker(engine_pb2_grpc.WorkerServicer):
+class Worker(engine_pb2_grpc.WorkerServicer):  # type: ignore[misc]
     """See the module."""
 
     def __init__(self, role: str, name: str, bundle: pb.TokenizerBundle, ids: list[int]) -> None:
@@ -100,7 +101,7 @@ class Worker(engine_pb2_grpc.WorkerServicer):
         )
         self._seals = transport
         self._kv_address = f"127.0.0.1:{transport.get_extra_info('sockname')[1]}"
-        server = grpc.aio.server()
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         engine_pb2_grpc.add_WorkerServicer_to_server(self, server)
         self._port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

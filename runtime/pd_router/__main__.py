@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -159,6 +160,8 @@ def main() -> None:
         level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    # One text at a time is encoded: handing it to a pool of threads takes longer than it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     settings = flags.parse(sys.argv[1:])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -372,6 +372,9 @@ class Run:
         if pipe is None or self._watched or self._ask.tools or not replies.plain:
             return
         choices = sum(len(prompt.choices) for prompt in self._prompts)
+        for prompt in self._prompts:
+            if any(choice.count for choice in prompt.choices):
+                self._gap_observer(prompt)
         self._around = [replies.around(number) for number in range(choices)]
         self._pipe = pipe
 
@@ -390,12 +393,15 @@ class Run:
         return True
 
     def _measure_gap(self, prompt: _Prompt, choice: _Choice, at: float) -> None:
-        if not choice.count:
-            return
+        observe = self._gap_observer(prompt) if choice.count else None
+        if observe is not None:
+            observe(at - choice.last_at)
+
+    def _gap_observer(self, prompt: _Prompt) -> Callable[[float], None] | None:
+        """Of a prompt whose first token is there: then its workers are known."""
         if prompt.observe_gap is None and prompt.generation is not None:
             prompt.observe_gap = self._meter.gap_observer(prompt.generation.timeline)
-        if prompt.observe_gap is not None:
-            prompt.observe_gap(at - choice.last_at)
+        return prompt.observe_gap
 
     def take_parts(self) -> list[Part]:
         """What can go out now, by choice."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -249,7 +250,7 @@ class RouterApp:
         ask = record.ask = _GENERATING[exchange.path](body)
         del body
         self._check_model(ask.model)
-        watcher = asyncio.get_running_loop().create_task(_watch_client(exchange, stop))
+        exchange.when_gone(partial(_client_gone, exchange, stop))
         try:
             async with asyncio.timeout(self._left(record) + _DEADLINE_MARGIN_S):
                 await self._run(exchange, ask, record)
@@ -257,7 +258,7 @@ class RouterApp:
             message = f"The request took longer than {self._settings.request_timeout_s:.0f} s."
             raise RequestFailure(FailureKind.DEADLINE, message) from None
         finally:
-            watcher.cancel()
+            exchange.when_gone(None)
             if record.run is not None:
                 record.run.cancel()
 
@@ -358,9 +359,7 @@ class _Stop:
             self._applies = False
 
 
-async def _watch_client(exchange: Exchange, stop: _Stop) -> None:
-    """As long as this runs, a client that goes ends its request at once."""
-    await exchange.client_gone()
+def _client_gone(exchange: Exchange, stop: _Stop) -> None:
     if not exchange.complete:
         stop.now(Failure(FailureKind.CLIENT_GONE, "The client went away."))
 

@@ -57,6 +57,7 @@ class Exchange:
         self.status = 0  # 0: nothing sent yet
         self.complete = False  # the last byte is out
         self._scope = scope
+        self._headers = dict(reversed(scope["headers"]))  # the first of a name counts
         self._receive = receive
         self._send = send
         self._closes = closes
@@ -68,8 +69,7 @@ class Exchange:
             self.request_id = given.decode("ascii")
 
     def header(self, name: bytes) -> bytes | None:
-        headers: Sequence[Header] = self._scope["headers"]
-        return next((value for key, value in headers if key == name), None)
+        return self._headers.get(name)
 
     def allow(self, *methods: str) -> None:
         """ApiError for any other method."""
@@ -109,10 +109,9 @@ class Exchange:
             raise ApiError(408, message_text, code="request_timeout") from None
         return b"".join(pieces)
 
-    async def client_gone(self) -> None:
-        """Returns once the client has gone. Only after the body is read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def when_gone(self, callback: Callable[[], None] | None) -> None:
+        """Calls back once when the client goes; None takes that back. Once the body is read."""
+        self._scope["extensions"]["pdcluster.when_gone"](callback)
 
     async def reply(
         self,
@@ -149,14 +148,14 @@ class Exchange:
 
     def pipe(self) -> Pipe | None:
         """The way for further events of this stream past ASGI; None where there is none."""
-        pipe: Callable[[], Pipe] | None = self._scope.get("extensions", {}).get("pdcluster.pipe")
-        return pipe() if pipe is not None and self.status == 200 and not self.complete else None
+        if self.status != 200 or self.complete:
+            return None
+        pipe: Pipe = self._scope["extensions"]["pdcluster.pipe"]()
+        return pipe
 
     def abort(self) -> None:
         """Cuts the connection: for a client that doesn't read what it asked for."""
-        abort = self._scope.get("extensions", {}).get("pdcluster.abort")
-        if abort is not None:
-            abort()
+        self._scope["extensions"]["pdcluster.abort"]()
 
     async def _start(self, status: int, headers: Sequence[Header]) -> None:
         self.status = status

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
@@ -44,6 +44,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes: int | None = 0  # None: not in a request's head
         self._in_message = False
         self._refuses = False
+        self._on_gone: Callable[[], None] | None = None
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
             return
@@ -55,6 +56,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_timer()
         super().connection_lost(exc)
+        gone, self._on_gone = self._on_gone, None
+        if gone is not None:
+            gone()
 
     def data_received(self, data: bytes) -> None:
         if self._refuses or self.transport.is_closing():
@@ -76,6 +80,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {
             "pdcluster.abort": self.transport.abort,
             "pdcluster.pipe": self._pipe,
+            "pdcluster.when_gone": self._when_gone,
         }
         if self._timer is None:
             self._set_timer(HEAD_DEADLINE_S)
@@ -112,6 +117,13 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _pipe(self) -> "Pipe":
         return Pipe(self.transport, self.flow, self.cycle)
+
+    def _when_gone(self, callback: Callable[[], None] | None) -> None:
+        self.flow.resume_reading()  # a large body may have stopped it
+        self._on_gone = callback
+        if callback is not None and self.cycle.disconnected:
+            self._on_gone = None
+            callback()
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Ends a connection that doesn't speak HTTP as we do."""

@@ -43,7 +43,7 @@ class Journal:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._recent: deque[dict[str, Any]] = deque(maxlen=RING_REQUESTS)
+        self._recent: deque[_Entry] = deque(maxlen=RING_REQUESTS)
 
     @contextmanager
     def keeping(self, record: Record, exchange: Exchange) -> Iterator[None]:
@@ -56,9 +56,9 @@ class Journal:
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
         """The latest first; with an id (the header's or the answer's) only those."""
         return [
-            entry
+            entry.document()
             for entry in reversed(self._recent)
-            if request_id is None or request_id in (entry["request_id"], entry["id"])
+            if request_id is None or request_id in (entry.request_id, entry.reply_id)
         ]
 
     def _write(self, record: Record, status: int) -> None:
@@ -69,20 +69,42 @@ class Journal:
             self._metrics.failed(record.failure.kind)
         for timeline in timelines:
             self._metrics.generation_done(timeline)
-        failure = record.failure
+        kept = tuple(timelines[:RING_TIMELINES])
         self._recent.append(
-            {
-                "request_id": record.request_id,
-                "id": record.reply_id,
-                "path": record.path,
-                "status": status,
-                "failure": failure and {"kind": failure.kind, "message": failure.message},
-                "total_s": total_s,
-                "ended_at": time.time(),
-                "timelines": [_document(timeline) for timeline in timelines[:RING_TIMELINES]],
-            }
-        )
-        access.info("%s", _line(record, status, total_s, timelines))
+            _Entry(
+                record.request_id, record.reply_id, record.path, status, record.failure,
+                total_s, time.time(), kept,
+            )
+        )  # fmt: skip
+        if access.isEnabledFor(logging.INFO):
+            access.info("%s", _line(record, status, total_s, timelines))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A request that is over. Made into a document only when somebody looks."""
+
+    request_id: str
+    reply_id: str
+    path: str
+    status: int
+    failure: Failure | None
+    total_s: float
+    ended_at: float
+    timelines: tuple[Timeline, ...]
+
+    def document(self) -> dict[str, Any]:
+        failure = self.failure
+        return {
+            "request_id": self.request_id,
+            "id": self.reply_id,
+            "path": self.path,
+            "status": self.status,
+            "failure": failure and {"kind": failure.kind, "message": failure.message},
+            "total_s": self.total_s,
+            "ended_at": self.ended_at,
+            "timelines": [_document(timeline) for timeline in self.timelines],
+        }
 
 
 def _document(timeline: Timeline) -> dict[str, Any]:

@@ -2,31 +2,19 @@
 
 import time
 import uuid
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from pd_core.failures import Failure, FailureKind
+from pd_router.histograms import Histogram
 from pd_router.signals import Queued, Signals
 from pd_router.types import GenerateRequest, Timeline
 
 CONTENT_TYPE: str = CONTENT_TYPE_LATEST
-# Seconds: 1 ms to 120 s, each about 1.5 times the one before.
-_SECONDS = (
-    *(0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
-    *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
-    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5),
-    *(10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0),
-)
 _PREFIX = "pdcluster_router"
 _NOTHING = Queued()
 
@@ -40,43 +28,6 @@ def decode_pool(timeline: Timeline) -> str:
     return "both" if timeline.prefill_worker == timeline.decode_worker else "decode"
 
 
-class _Gap:
-    """Times between tokens at one pool: a histogram that costs next to nothing a token."""
-
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(_SECONDS) + 1)
-        self.total_s = 0.0
-
-    def observe(self, gap_s: float) -> None:
-        self.counts[bisect_left(_SECONDS, gap_s)] += 1
-        self.total_s += gap_s
-
-
-class _Gaps(Collector):
-    """They as Prometheus reads them."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._pools: dict[str, _Gap] = {}
-
-    def pool(self, name: str) -> _Gap:
-        return self._pools.setdefault(name, _Gap())
-
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(
-            f"{_PREFIX}_itl_seconds",
-            "Time between two tokens of a choice, in seconds.",
-            labels=("model", "pool"),
-        )
-        for name, gap in self._pools.items():
-            edges = [*map(floatToGoString, _SECONDS), "+Inf"]
-            buckets = list(zip(edges, accumulate(gap.counts), strict=True))
-            family.add_metric((self._model, name), buckets, gap.total_s)
-        yield family
-
-
 class Metrics:
     """One router's metrics, for one model."""
 
@@ -87,8 +38,7 @@ class Metrics:
         self._signals = Signals(uuid.uuid4().hex, clock())
         self._ttft = self._histogram("ttft", "Request in to first text out")
         self._tpot = self._histogram("tpot", "Mean time between a choice's tokens")
-        self._gaps = _Gaps(model)
-        self.registry.register(self._gaps)
+        self._itl = self._histogram("itl", "Time between two tokens of a choice")
         self._queue = self._histogram("queue", "Wait in the router's admission")
         self._grant_wait = self._histogram("grant_wait", "Wait for KV room on the decode worker")
         self._prefill = self._histogram("prefill", "Computing the prompt")
@@ -100,9 +50,11 @@ class Metrics:
         self._failures = self._counter("failures", "Failed requests by kind", "kind")
         self._unauthorized = self._counter("unauthorized", "Requests without a right API key")
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken")
-        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed")
-        self._completion_tokens = self._counter("completion_tokens", "Tokens emitted")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
+        self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
+            model
+        )
+        self._completion_tokens = self._counter("completion_tokens", "Tokens emitted").labels(model)
         self._kv_bytes = self._counter("kv_bytes", "KV bytes handed over", "transport")
         self.running = self._gauge("running_requests", "Requests in the router now")
         self.ready = self._gauge("ready", "Whether a usable pair of workers is there")
@@ -131,13 +83,9 @@ class Metrics:
         return gauge.labels(self._model)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(
-            f"{_PREFIX}_{name}_seconds",
-            f"{text}, in seconds.",
-            ("model", "pool"),
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+        made = Histogram(f"{_PREFIX}_{name}_seconds", f"{text}, in seconds.", self._model)
+        self.registry.register(made)
+        return made
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{_PREFIX}_{name}", f"{text}.", ("model", *labels), registry=self.registry)
@@ -148,10 +96,10 @@ class Metrics:
 
     def gap_observer(self, timeline: Timeline) -> Callable[[float], None]:
         """Takes the times between tokens of a request whose workers are known, in seconds."""
-        return self._gaps.pool(decode_pool(timeline)).observe
+        return self._itl.at(decode_pool(timeline)).observe
 
     def first_text(self, timeline: Timeline, ttft_s: float) -> None:
-        self._ttft.labels(self._model, prefill_pool(timeline)).observe(ttft_s)
+        self._ttft.at(prefill_pool(timeline)).observe(ttft_s)
         self._signals.first_text(timeline, ttft_s, self._clock())
 
     @contextmanager
@@ -174,7 +122,7 @@ class Metrics:
 
     def request_done(self, endpoint: str, status: int, total_s: float) -> None:
         self._requests.labels(self._model, str(status), endpoint).inc()
-        self._total.labels(self._model, "router").observe(total_s)
+        self._total.at("router").observe(total_s)
 
     def failed(self, kind: FailureKind) -> None:
         self._failures.labels(self._model, kind.value).inc()
@@ -188,23 +136,23 @@ class Metrics:
 
     def generation_done(self, timeline: Timeline) -> None:
         """Counts one prompt's way through the workers, however it ended."""
-        model, prefill, decode = self._model, prefill_pool(timeline), decode_pool(timeline)
-        self._prompt_tokens.labels(model).inc(timeline.prompt_tokens)
-        self._cached_tokens.labels(model).inc(timeline.cached_tokens)
-        self._completion_tokens.labels(model).inc(timeline.completion_tokens)
-        self._queue.labels(model, "router").observe(timeline.queue_s)
+        prefill, decode = prefill_pool(timeline), decode_pool(timeline)
+        self._prompt_tokens.inc(timeline.prompt_tokens)
+        self._cached_tokens.inc(timeline.cached_tokens)
+        self._completion_tokens.inc(timeline.completion_tokens)
+        self._queue.at("router").observe(timeline.queue_s)
         self._signals.ended(timeline, self._clock())
         if timeline.ttft_s is None:
             return  # it didn't get as far as all that follows
-        self._prefill_queue.labels(model, prefill).observe(timeline.prefill_queue_s)
-        self._prefill.labels(model, prefill).observe(timeline.prefill_s)
-        self._grant_wait.labels(model, decode).observe(timeline.grant_wait_s)
+        self._prefill_queue.at(prefill).observe(timeline.prefill_queue_s)
+        self._prefill.at(prefill).observe(timeline.prefill_s)
+        self._grant_wait.at(decode).observe(timeline.grant_wait_s)
         if timeline.kv_bytes:
-            self._transfer.labels(model, decode).observe(timeline.transfer_s)
-            self._exposed.labels(model, decode).observe(timeline.exposed_s)
-            self._kv_bytes.labels(model, timeline.transport).inc(timeline.kv_bytes)
+            self._transfer.at(decode).observe(timeline.transfer_s)
+            self._exposed.at(decode).observe(timeline.exposed_s)
+            self._kv_bytes.labels(self._model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
-            self._tpot.labels(model, decode).observe(timeline.tpot_s)
+            self._tpot.at(decode).observe(timeline.tpot_s)
 
     def expose(self) -> bytes:
         """Prometheus' text format."""

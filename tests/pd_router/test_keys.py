@@ -12,8 +12,8 @@ import pytest
 
 from pd_router import keys
 from pd_router.classes import Client, Promises, RateLimit, SlaClass
-from pd_router.keys import Keyring
 from pd_router.errors import ApiError
+from pd_router.keys import Keyring
 from tests import client
 from tests.pd_router.http_rig import MODEL, Rig, go, rig, says
 
