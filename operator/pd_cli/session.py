@@ -162,6 +162,8 @@ class _Session:
             raise Failed(message) from None
         self._terminal.end_progress()
         self._terminal.line(f"ready: {local.url}")
+        if page := local.live_page():
+            self._terminal.line(f"live page: {page}")
         if self._when_ready is not None and not await self._when_ready(local):
             self._stop.set()
 

@@ -26,6 +26,8 @@ def command(name: str | None, output: str) -> None:
     for line in () if name else _why_not_ready(states):
         click.echo(line)
     if name:
+        if page := states[0].get("live_page"):
+            click.echo(f"\nlive page: {page}")
         click.echo("\n" + _conditions(states[0]))
         click.echo("\n" + _pods(states[0]["pods"]))
 

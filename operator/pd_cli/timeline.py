@@ -6,6 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from pd_router.stretches import stretches
+
 _BAR = 32
 _LEAST_BAR = 8
 _GAPS = 10  # around the cells of five columns
@@ -25,30 +27,15 @@ class Step:
 def steps(entry: Mapping[str, Any]) -> list[Step]:
     """The steps of an entry of the router's /debug/requests page."""
     line = entry["timelines"][0]
-    prefill = line["prefill_worker"] or line["decode_worker"]
     computed = line["prompt_tokens"] - line["cached_tokens"]
-    found: list[Step] = []
-    for name, where, field, detail in (
-        ("tokenize", "router", "tokenize_s", ""),
-        ("queue", "router", "queue_s", ""),
-        ("reserve", line["decode_worker"], "grant_wait_s", "room for the KV"),
-        ("wait", prefill, "prefill_queue_s", "for its turn"),
-        ("prefill", prefill, "prefill_s", f"{line['prompt_tokens']} tokens, {computed} computed"),
-    ):
-        start_s = found[-1].start_s + found[-1].seconds if found else 0.0
-        found.append(Step(name, where, start_s, line[field], detail))
-    if line["transport"]:
-        # KV leaves while later layers compute, so the two overlap.
-        end_s = found[-1].start_s + found[-1].seconds
-        start_s = max(found[-1].start_s, end_s - line["transfer_s"])
-        exposed = _time(line["exposed_s"])
-        kv = f"{_bytes(line['kv_bytes'])} of KV, {exposed} exposed"
-        found.append(Step("transfer", line["transport"], start_s, line["transfer_s"], kv))
-    ttft_s = line["ttft_s"] or 0.0
-    rest_s = max(0.0, entry["total_s"] - ttft_s)
-    tokens = f"{line['completion_tokens']} tokens"
-    found.append(Step("decode", line["decode_worker"], ttft_s, rest_s, tokens))
-    return found
+    details = {
+        "reserve": "room for the KV",
+        "wait": "for its turn",
+        "prefill": f"{line['prompt_tokens']} tokens, {computed} computed",
+        "transfer": f"{_bytes(line['kv_bytes'])} of KV, {_time(line['exposed_s'])} exposed",
+        "decode": f"{line['completion_tokens']} tokens",
+    }
+    return [Step(*one, details.get(one.name, "")) for one in stretches(entry)]
 
 
 def table(entry: Mapping[str, Any], width: int) -> Table:

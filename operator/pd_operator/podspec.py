@@ -14,6 +14,7 @@ from pd_operator.manifests import WORKER_LABEL, component, control_name, router_
 from pd_operator.manifests import selector as selector
 from pd_operator.modelfiles import model_files
 from pd_operator.podparts import HOSTNAME, SCRATCH_MOUNTS, SCRATCH_VOLUMES, Manifest, Settings
+from pd_operator.routerparts import NO_LIVE_PAGE
 
 HTTP_PORT = 8000
 ADMIN_PORT = 9090
@@ -116,6 +117,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             *([f"--processes={processes}"] if processes > 1 else []),
             *cluster.router.flags,
             *([f"--api-keys={API_KEYS_PATH}"] if keys else []),
+            *([] if settings.live_page else [NO_LIVE_PAGE]),
         ],
         "env": podparts.env({HTTP_BIND_ENV: f"$(POD_IP):{HTTP_PORT}"}, template),
         "ports": podparts.container_ports(ROUTER_PORTS),

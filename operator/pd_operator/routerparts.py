@@ -11,6 +11,7 @@ from pd_operator.fields import NAME_PATTERN, OBJECT_PATTERN, Node
 
 _ENTRY = re.compile(r"[-._a-zA-Z0-9]+")
 _ANY_CLASS = re.compile(r".+")
+NO_LIVE_PAGE = "--no-live-page"
 _POLICIES = ("cost", "random", "round_robin", "least_load", "prefix", "session")
 _MOST_PER_MINUTE = 1e9
 _LONGEST_GOAL_S = 600.0
@@ -40,9 +41,11 @@ def api_keys(node: Node) -> tuple[str, Clients]:
 
 
 def flags(router: Node, clients: Clients, keys: Node | None) -> tuple[str, ...]:
-    """The flags of `spec.router.routing` and `spec.router.admission`, and of the clients that
-    `keys` names."""
-    return (*_routing(router.child_or_empty("routing")), *_admission(router, clients, keys))
+    """The flags of all that `spec.router` says beyond its pods, and of the clients that `keys`
+    names."""
+    page = router.flag("livePage", True)
+    chosen = _routing(router.child_or_empty("routing"))
+    return (*chosen, *_admission(router, clients, keys), *(() if page else (NO_LIVE_PAGE,)))
 
 
 def _routing(node: Node) -> list[str]:

@@ -21,6 +21,7 @@ from pd_router.http import HttpServer, listen
 from pd_router.journal import Journal
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
+from pd_router.page import LivePage
 from pd_router.session import Sessions
 from pd_router.settings import Settings
 from pd_router.texts import Texts
@@ -68,7 +69,8 @@ async def _run(settings: Settings) -> None:
             _app_settings(settings), workers, sessions, texts, metrics, journal, keyring
         )
         client = HttpServer(app, *http_sockets)
-        pages = AdminApp(settings.router_name, workers, metrics, journal, sessions.queued)
+        page = LivePage(app) if settings.live_page and member is None else None
+        pages = AdminApp(settings.router_name, workers, metrics, journal, sessions.queued, page)
         admin = HttpServer(pages, *admin_sockets)
         await closing.enter_async_context(admin.serving())
         await closing.enter_async_context(client.serving())

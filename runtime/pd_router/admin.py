@@ -1,18 +1,21 @@
 """The admin port's application: metrics, sketches, debug pages. Not for clients."""
 
+import time
 from collections.abc import Callable
 from urllib.parse import parse_qs
 
 import msgspec
 
+from pd_router import live
 from pd_router.errors import ApiError
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.journal import Journal
 from pd_router.metrics import CONTENT_TYPE, Metrics
+from pd_router.page import STATE, LivePage, check_host
 from pd_router.signals import Queued
 from pd_router.types import WorkersApi
 
-PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers")
+PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers", STATE)
 
 
 class AdminApp:
@@ -23,6 +26,7 @@ class AdminApp:
         metrics: Metrics,
         journal: Journal,
         queued: Callable[[], Queued] = Queued,
+        live_page: LivePage | None = None,
     ) -> None:
         """`queued` tells what waits in admission at the moment."""
         self._router = router
@@ -30,11 +34,15 @@ class AdminApp:
         self._metrics = metrics
         self._journal = journal
         self._queued = queued
+        self._live_page = live_page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
-            await self._route(exchange)
+            if self._live_page is not None and self._live_page.has(exchange.path):
+                await self._live_page.serve(exchange, scope, receive, send)
+            else:
+                await self._route(exchange)
         except ApiError as error:
             await exchange.reply_error(error)
 
@@ -58,5 +66,19 @@ class AdminApp:
             return {"router": self._router} | signals
         if exchange.path == "/debug/workers":
             return {"workers": self._workers.snapshot()}
+        if exchange.path == STATE:
+            check_host(exchange)
+            return self._state()
         given = parse_qs(exchange.query.decode("latin-1")).get("id")
         return {"requests": self._journal.find(given[0] if given else None)}
+
+    def _state(self) -> dict[str, object]:
+        head = {
+            "model": self._metrics.model,
+            "router": self._router,
+            "ready": self._workers.ready(),
+            "now": time.time(),
+        }
+        latest = self._journal.latest(live.RECENT_REQUESTS)
+        distributions = self._metrics.distributions()
+        return live.document(head, self._queued(), self._workers.snapshot(), latest, distributions)

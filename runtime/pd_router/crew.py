@@ -16,12 +16,14 @@ from urllib.parse import parse_qs
 import msgspec
 
 from pd_core.failures import FailureKind
-from pd_router import merged
+from pd_router import live, merged
 from pd_router.admin import PAGES
 from pd_router.errors import ApiError
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.http import HttpServer, bind, listen
 from pd_router.metrics import CONTENT_TYPE
+from pd_router.page import STATE, LivePage, check_host
+from pd_router.relay import Relay
 from pd_router.settings import Address, Settings
 
 log = logging.getLogger("pd_router.crew")
@@ -131,6 +133,7 @@ class Crew:
     def __init__(self, settings: Settings, arguments: Sequence[str]) -> None:
         """`arguments`: of the parent's own command line."""
         self._settings = settings
+        self._live_page = LivePage(Relay(settings.http)) if settings.live_page else None
         self.members = [Member(i, settings, arguments) for i in range(settings.processes)]
 
     async def run(self) -> int:
@@ -169,6 +172,9 @@ class Crew:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
+            if self._live_page is not None and self._live_page.has(exchange.path):
+                await self._live_page.serve(exchange, scope, receive, send)
+                return
             if exchange.path not in PAGES:
                 pages = ", ".join(PAGES)
                 raise ApiError(404, f"Unknown page; there are {pages}.", code="unknown_url")
@@ -190,6 +196,10 @@ class Crew:
         elif exchange.path == "/debug/workers":
             pages = [msgspec.json.decode(page) for page in await self._pages(exchange.path)]
             answer = {"workers": [worker for page in pages for worker in page["workers"]]}
+        elif exchange.path == STATE:
+            check_host(exchange)
+            pages = [msgspec.json.decode(page) for page in await self._pages(STATE)]
+            answer = live.merged(self._settings.router_name, pages)
         else:
             answer = await self._requests(exchange)
         await exchange.reply(200, msgspec.json.encode(answer))

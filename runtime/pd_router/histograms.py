@@ -54,3 +54,12 @@ class Histogram(Collector):
             buckets = list(zip(edges, accumulate(counts.buckets), strict=True))
             family.add_metric((self._model, pool), buckets, counts.total_s)
         yield family
+
+    def distribution(self) -> dict[str, list[float]]:
+        """Of all pools: bounds in seconds, and how many were at most that; the last count is
+        that of all."""
+        together = [sum(column) for column in zip(*self._buckets(), strict=True)]
+        return {"bounds": list(SECONDS), "counts": [float(n) for n in accumulate(together)]}
+
+    def _buckets(self) -> list[list[int]]:
+        return [counts.buckets for counts in self._pools.values()] or [Counts().buckets]

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from pd_core.failures import Failure
@@ -60,6 +61,10 @@ class Journal:
             for entry in reversed(self._recent)
             if request_id is None or request_id in (entry.request_id, entry.reply_id)
         ]
+
+    def latest(self, most: int) -> list[dict[str, Any]]:
+        """The last ones that ended, the latest first."""
+        return [entry.document() for entry in islice(reversed(self._recent), most)]
 
     def _write(self, record: Record, status: int) -> None:
         total_s = time.monotonic() - record.accepted

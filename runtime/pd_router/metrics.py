@@ -33,7 +33,7 @@ class Metrics:
 
     def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
+        self.model = model
         self._clock = clock
         self._signals = Signals(uuid.uuid4().hex, clock())
         self._ttft = self._histogram("ttft", "Request in to first text out")
@@ -64,7 +64,7 @@ class Metrics:
         self._held = self._gauge("held_requests", "Requests that wait for a first worker")
 
     def unauthorized(self) -> None:
-        self._unauthorized.labels(self._model).inc()
+        self._unauthorized.labels(self.model).inc()
 
     def gateway(self, workers: Sequence[dict[str, Any]], queued: Queued) -> None:
         """What inference gateways read, under the names that they know: of all usable
@@ -80,10 +80,10 @@ class Metrics:
 
     def _gateway(self, name: str, text: str) -> Gauge:
         gauge = Gauge(f"vllm:{name}", f"{text}.", ("model_name",), registry=self.registry)
-        return gauge.labels(self._model)
+        return gauge.labels(self.model)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        made = Histogram(f"{_PREFIX}_{name}_seconds", f"{text}, in seconds.", self._model)
+        made = Histogram(f"{_PREFIX}_{name}_seconds", f"{text}, in seconds.", self.model)
         self.registry.register(made)
         return made
 
@@ -92,7 +92,7 @@ class Metrics:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         gauge = Gauge(f"{_PREFIX}_{name}", f"{text}.", ("model",), registry=self.registry)
-        return gauge.labels(self._model)
+        return gauge.labels(self.model)
 
     def gap_observer(self, timeline: Timeline) -> Callable[[float], None]:
         """Takes the times between tokens of a request whose workers are known, in seconds."""
@@ -121,15 +121,15 @@ class Metrics:
         self._signals.arrived(len(request.token_ids), request.choices)
 
     def request_done(self, endpoint: str, status: int, total_s: float) -> None:
-        self._requests.labels(self._model, str(status), endpoint).inc()
+        self._requests.labels(self.model, str(status), endpoint).inc()
         self._total.at("router").observe(total_s)
 
     def failed(self, kind: FailureKind) -> None:
-        self._failures.labels(self._model, kind.value).inc()
+        self._failures.labels(self.model, kind.value).inc()
 
     def on_retry(self, failure: Failure) -> None:
         """An attempt failed and another follows (session.MetricsHooks)."""
-        self._retries.labels(self._model, failure.kind.value).inc()
+        self._retries.labels(self.model, failure.kind.value).inc()
 
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
         """session.MetricsHooks; all that ends is counted by generation_done and failed."""
@@ -150,7 +150,7 @@ class Metrics:
         if timeline.kv_bytes:
             self._transfer.at(decode).observe(timeline.transfer_s)
             self._exposed.at(decode).observe(timeline.exposed_s)
-            self._kv_bytes.labels(self._model, timeline.transport).inc(timeline.kv_bytes)
+            self._kv_bytes.labels(self.model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
             self._tpot.at(decode).observe(timeline.tpot_s)
 
@@ -158,9 +158,13 @@ class Metrics:
         """Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def distributions(self) -> dict[str, dict[str, list[float]]]:
+        """TTFT and ITL since the start. Who asks again later knows what came between."""
+        return {"ttft": self._ttft.distribution(), "itl": self._itl.distribution()}
+
     def signals_json(
         self, queued: Queued = _NOTHING, workers: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
         """What scaling goes by: see `signals`."""
         document = self._signals.document(self._clock(), queued, workers)
-        return {"model": self._model} | document
+        return {"model": self.model} | document

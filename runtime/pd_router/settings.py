@@ -60,6 +60,7 @@ class Settings:
     allow_trace: bool = False
     class_header: bool = False
     api_keys: Path | None = None
+    live_page: bool = True
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -91,6 +92,8 @@ def parse(arguments: Sequence[str]) -> Settings:
         '{"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, "clients": {NAME: {"class", '
         '"limits"}}}; goals in seconds')  # fmt: skip
     add("--class-header", action="store_true", help="clients may name their class of service")
+    add("--no-live-page", action="store_false", dest="live_page",
+        help="no page for people on the admin port")  # fmt: skip
     add("--allow-trace", action="store_true", help="clients may ask why these workers")
     add("--api-keys", type=Path, metavar="FOLDER",
         help="a file for each client, a line for each of its keys; else all may ask")  # fmt: skip

@@ -69,6 +69,9 @@ def test_status_logs_and_down(run, tmp_path: Path) -> None:
             found = json.loads(said)
             [cluster] = found["clusters"]
             assert cluster["url"] == f"http://127.0.0.1:{running.port}/v1"
+            [router] = [pod for pod in found["pods"] if pod["pool"] == "router"]
+            assert cluster["live_page"] == f"http://{router['ip']}:9090/"
+            await running.line(f"^live page: {cluster['live_page']}$")
             assert cluster["document"]["metadata"]["generation"] == 1
             assert {pod["pool"] for pod in found["pods"]} == {"prefill", "decode", "router"}
             for pod in found["pods"]:

@@ -98,6 +98,18 @@ def test_on_one_machine_there_are_no_secrets() -> None:
         desired.check_supported(cluster, SETTINGS)
 
 
+def test_the_live_page_is_there_unless_switched_off() -> None:
+    assert flags(livePage=True) == ()
+    assert flags(livePage=False) == ("--no-live-page",)
+    places = ["--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3", "--model=m"]
+    assert router_settings.parse(places).live_page
+    assert not router_settings.parse([*places, *flags(livePage=False)]).live_page
+    [container] = router_template(api.parse(document()), Settings(live_page=False))["spec"][
+        "containers"
+    ]
+    assert "--no-live-page" in container["args"]
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [

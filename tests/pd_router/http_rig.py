@@ -16,6 +16,7 @@ from pd_router.http import HttpServer, bind
 from pd_router.journal import Journal
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
+from pd_router.page import LivePage
 from pd_router.settings import Address
 from pd_router.texts import Texts
 from pd_router.types import (
@@ -56,6 +57,16 @@ def tiny_bundle(**changes: Any) -> Bundle:
     return Bundle(**fields | changes)
 
 
+def worker(name: str, role: str, **changes: Any) -> dict[str, Any]:
+    """One of Workers.snapshot(), as far as pages read it."""
+    load = dict.fromkeys(("queued", "running", "waiting_grants", "kv_blocks"), 0)
+    known = {
+        "worker": name, "role": role, "revision": "r", "usable": True, "why_unusable": None,
+        "pending_tokens": 0, "kv_used": 0, "load": load | {"step_s": 0.0},
+    }  # fmt: skip
+    return known | changes
+
+
 class PlayedWorkers:
     """types.WorkersApi as a test wants it."""
 
@@ -87,7 +98,7 @@ class PlayedWorkers:
         return self.given_limits
 
     def snapshot(self) -> list[dict[str, Any]]:
-        return [{"worker": "p-0"}]
+        return [worker("p-0", "prefill")]
 
     def signals(self) -> list[dict[str, Any]]:
         return [{"worker": "p-0", "epoch": "e", "running": 3}]
@@ -228,6 +239,7 @@ async def rig(
     bundle: Bundle | None = None,
     bundled: bool = True,
     keyring: Keyring | None = None,
+    live_page: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running router, with the tiny model's bundle unless another is given."""
@@ -246,9 +258,9 @@ async def rig(
         keyring,
     )
     client = HttpServer(app, bind(Address("127.0.0.1", 0)))
-    admin = HttpServer(
-        AdminApp("router-0", workers, metrics, journal), bind(Address("127.0.0.1", 0))
-    )
+    page = LivePage(app) if live_page else None
+    pages = AdminApp("router-0", workers, metrics, journal, live_page=page)
+    admin = HttpServer(pages, bind(Address("127.0.0.1", 0)))
     try:
         async with admin.serving(), client.serving():
             if bundle is not None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pd_core.sketch import from_json
 from pd_proto.v1 import engine_pb2 as pb
-from pd_router import merged
+from pd_router import live, merged, page
 from pd_router.metrics import Metrics
 from pd_router.settings import Member, parse
 from pd_router.signals import Queued
@@ -223,6 +223,24 @@ def test_two_processes_are_one_router() -> None:
             assert [one["worker"] for one in sketches["workers"]] == ["b-0"]
             text = (await site.get(admin, "/metrics"))[1].decode()
             assert 'completion_tokens_total{model="fake"} 160.0' in text
+
+            state = await site.page("/debug/state")
+            assert state["router"] == "r"
+            assert len(state["requests"]) == live.RECENT_REQUESTS
+            assert sum(state["distributions"]["ttft"]["counts"][-1:]) == 40
+            assert b"<title>PDCluster</title>" in (await site.get(admin, "/"))[1]
+            chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}],
+                    "max_tokens": 4, "ignore_eos": True, "stream": True}  # fmt: skip
+            answer = await client.request("127.0.0.1", admin, "POST", page.CHAT, chat)
+            said = json.loads(await answer.body())  # by one of the processes
+            assert (answer.status, said["error"]["type"]) == (400, "invalid_request_error")
+            assert "chat template" in said["error"]["message"]
+            await answer.close()
+            refused = await client.request(
+                "127.0.0.1", admin, "POST", page.CHAT, chat, {"origin": "https://evil.example"}
+            )
+            assert refused.status == 403
+            await refused.close()
 
             killed = site.children()[0]
             killed.kill()

@@ -24,6 +24,7 @@ from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_
 from pd_operator.queue import Queue
 from pd_operator.reconcile import Pace, Reconciler, World
 from pd_operator.replicas import Write
+from pd_operator.routerparts import NO_LIVE_PAGE
 from pd_operator.status import timestamp
 
 _PACE = Pace(glance_s=5.0, status_s=0.0)
@@ -129,6 +130,15 @@ class LocalCluster:
         pods = [pod for pod in self._kubelet.pods if pod.labels.get(ROLE_LABEL) == ROUTER]
         return [(pod.ip, ADMIN_PORT) for pod in pods if pod.ready and not pod.terminating]
 
+    def live_page(self) -> str:
+        """Where to see it live, by a router that is ready; "" where nobody shows it."""
+        shown = self._shows_live_page()
+        return next((_page(host) for host, _ in self.router_admins()), "") if shown else ""
+
+    def _shows_live_page(self) -> bool:
+        flags = self._cluster.router.flags if self._cluster else ()
+        return self._options.settings.live_page and NO_LIVE_PAGE not in flags
+
     def document(self) -> Manifest:
         """The object with its status; empty before the first `submit`."""
         return self._backend.documents[self._key] if self._key else {}
@@ -220,6 +230,7 @@ class LocalCluster:
                     "namespace": document["metadata"]["namespace"],
                     "file": self._options.file,
                     "url": self.url,
+                    "live_page": self.live_page(),
                     "document": document,
                     "pods": [_pod_state(pod) for pod in self._kubelet.pods],
                 }
@@ -235,6 +246,10 @@ class LocalCluster:
     def _publication(self) -> Publication:
         address = ("127.0.0.1", self._port.port)
         return Publication(ROUTER, "http", address, HTTP_BIND_ENV, ("--reuse-port",))
+
+
+def _page(host: str) -> str:
+    return f"http://{host}:{ADMIN_PORT}/"
 
 
 def is_ready(document: Manifest) -> bool:
