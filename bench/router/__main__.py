@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -100,22 +101,42 @@ async def watch(site: Site, shape: Shape, prompts: list[str], plan: Plan) -> Win
     return window
 
 
-async def one_round(site: Site, prompts: list[str], plan: Plan, figures: Figures) -> None:
-    """Every kind of figure of one router, once."""
-    name = site.name
+async def one_round(serving: list[Site], prompts: list[str], plan: Plan, figures: Figures) -> None:
+    """Every kind of figure once, of one router right after the other."""
+
+    async def each(shape: Shape, *measures: tuple[str, Callable[[Window], float]]) -> None:
+        for site in serving:
+            window = await watch(site, shape, prompts, plan)
+            for kind, measure in measures:
+                figures.add(site.name, kind, measure(window))
+
     for live in LIVE:
-        overload = await watch(site, Shape(live, 128, 1000), prompts, plan)
-        figures.add(name, f"tokens_s_{live}", overload.tokens / overload.seconds)
-        fixed = await watch(site, Shape(live, LONG, FIXED_STEP_US), prompts, plan)
-        figures.add(name, f"us_per_token_{live}", fixed.cpu_s / fixed.tokens * 1e6)
-    short = await watch(site, Shape(64, 4, 1000), prompts, plan)
-    figures.add(name, "requests_s", short.requests / short.seconds)
-    figures.add(name, "us_per_request", short.cpu_s / short.requests * 1e6)
+        await each(Shape(live, 128, 1000), (f"tokens_s_{live}", _tokens_s))
+        await each(Shape(live, LONG, FIXED_STEP_US), (f"us_per_token_{live}", _us_per_token))
+    await each(Shape(64, 4, 1000), ("requests_s", _requests_s), ("us_per_request", _us_per_request))
     for live, shape in ((1, Shape(1, 4, 1000)), (32, Shape(32, 16, 5000))):
-        window = await watch(site, shape, prompts, plan)
-        for percent in (50, 99):
-            ttft_ms = percentile(window.ttft_s, percent) * 1000
-            figures.add(name, f"ttft_p{percent}_{live}", ttft_ms)
+        kinds = ((f"ttft_p{percent}_{live}", partial(_ttft_ms, percent)) for percent in (50, 99))
+        await each(shape, *kinds)
+
+
+def _tokens_s(window: Window) -> float:
+    return window.tokens / window.seconds
+
+
+def _us_per_token(window: Window) -> float:
+    return window.cpu_s / window.tokens * 1e6
+
+
+def _requests_s(window: Window) -> float:
+    return window.requests / window.seconds
+
+
+def _us_per_request(window: Window) -> float:
+    return window.cpu_s / window.requests * 1e6
+
+
+def _ttft_ms(percent: float, window: Window) -> float:
+    return percentile(window.ttft_s, percent) * 1000
 
 
 async def memory(site: Site, prompts: list[str], plan: Plan, figures: Figures) -> None:
@@ -159,9 +180,8 @@ async def measure(
     figures = Figures()
     with sites(pythons, cores, model) as serving:
         for number in range(plan.rounds):
-            for site in serving:
-                await one_round(site, prompts, plan, figures)
-                print(f"round {number + 1}: {site.name}", flush=True)
+            await one_round(serving, prompts, plan, figures)
+            print(f"round {number + 1} of {plan.rounds}", flush=True)
         for site in serving:
             await memory(site, prompts, plan, figures)
     with sites(pythons, cores, model, faults=True) as serving:

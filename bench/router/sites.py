@@ -96,6 +96,7 @@ def ours(cores: Cores, model: Path, pairs: int = 1, apart: bool = False) -> Iter
         router = _start(
             closing, "ours", cores.router,
             [sys.executable, "-m", "pd_router", "--model=bench", "--router-name=bench",
+             "--log-level=warning",  # as the peers
              f"--http=127.0.0.1:{http}", "--admin=127.0.0.1:0", f"--control=127.0.0.1:{control}"],
         )  # fmt: skip
         site = Site("ours", http, psutil.Process(router.pid))

@@ -112,7 +112,7 @@ class Worker(engine_pb2_grpc.WorkerServicer):  # type: ignore[misc]
     async def announce(self, control: str) -> None:
         """Until the process ends."""
         async with grpc.aio.insecure_channel(control) as channel:
-            call = engine_pb2_grpc.ControlStub(channel).Announce()
+            call = engine_pb2_grpc.ControlStub(channel).Announce(wait_for_ready=True)
             await call.write(pb.WorkerReport(hello=self._hello()))
             reader = asyncio.create_task(self._notices(call))
             seq = 0

@@ -158,13 +158,16 @@ async def _drain(app: RouterApp, timeout_s: float, hurry: asyncio.Event) -> None
 
 def main() -> None:
     """Exit status 0 after a drain, 1 when a port can't be had."""
+    settings = flags.parse(sys.argv[1:])
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
+        level=settings.log_level.upper(),
+        format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s",
     )
+    # Of a line only what it says is asked for.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     # One text at a time is encoded: handing it to a pool of threads takes longer than it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    settings = flags.parse(sys.argv[1:])
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if settings.processes > 1 and settings.member is None:

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
@@ -105,22 +104,16 @@ class Inbox:
             self._waiter.set_result(None)
 
 
-Direct = Callable[[int, int, int, float], bool]
-"""(choice, position, token, at) -> whether the token has gone out. Monotonic seconds."""
-
-
 class PromptSink:
-    """Takes one generation's output into the inbox of its request, or past it to `direct`."""
+    """Takes one generation's output into the inbox of its request, or past it: see `Flow`."""
 
-    __slots__ = ("_direct", "_inbox", "_open", "_prompt")
+    __slots__ = ("_inbox", "_open", "_prompt", "flows")
 
-    def __init__(
-        self, inbox: Inbox, prompt: int, choices: int, direct: "Direct | None" = None
-    ) -> None:
+    def __init__(self, inbox: Inbox, prompt: int, choices: int) -> None:
         self._inbox = inbox
         self._prompt = prompt
         self._open = choices
-        self._direct = direct
+        self.flows: list[Flow | None] = [None] * choices
 
     def on_token(
         self,
@@ -134,10 +127,10 @@ class PromptSink:
         at = time.monotonic()
         if finish is not None:
             self._open -= 1
-        elif (
-            self._direct is not None and self._inbox.idle and self._direct(choice, index, token, at)
-        ):
-            return
+        elif self._inbox.idle:
+            flow = self.flows[choice]
+            if flow is not None and flow.passes(index, token, at):
+                return
         self._inbox.put(_Arrival(self._prompt, choice, index, token, finish, logprob, top, at))
 
     def on_done(self) -> None:
@@ -161,7 +154,7 @@ class _Choice:
         self.text_at: float | None = None  # when there first was something to send
         self._ask = ask
         self._stack = stack
-        self._detokenizer = stack.detokenizer(context)
+        self.detokenizer = stack.detokenizer(context)
         self._stops = StopMatcher(ask.stops) if ask.stops else None
         self._reader = _call_reader(ask, stack)
         self._calls = 0
@@ -175,9 +168,9 @@ class _Choice:
         self.count += 1
         self._note(arrival)
         finish = arrival.finish or self._own_stop(arrival.token)
-        text = "" if finish == "stop" else self._detokenizer.push(arrival.token)
+        text = "" if finish == "stop" else self.detokenizer.push(arrival.token)
         if finish is not None:
-            text += self._detokenizer.finish()
+            text += self.detokenizer.finish()
         self._chars += len(text)
         if self._stops is not None and self.count > self._ask.min_tokens:
             text, found = self._stops.push(text)
@@ -191,17 +184,6 @@ class _Choice:
         self.part.text += text
         if self.text_at is None and (text or finish or self.part.calls):
             self.text_at = arrival.at
-
-    def add_plain(self, token: int, at: float) -> bytes:
-        """`add` for a token in the middle of text that goes out as it is: JSON text."""
-        self.last_at = at
-        self.count += 1
-        return self._detokenizer.push_json(token)
-
-    @property
-    def flows(self) -> bool:
-        """Its first event is out, nothing is held back, and it goes on."""
-        return not self.part.first and self.finish is None
 
     def _read_calls(self, reader: Reader, text: str) -> str:
         """Takes calls of tools out of the text."""
@@ -252,6 +234,40 @@ class _Choice:
             )
 
 
+class Flow:
+    """The hottest path, of one choice: tokens in the middle of plain text go to the client's
+    connection at once, while the request's coroutine waits."""
+
+    __slots__ = ("_after", "_before", "_choice", "_observe_gap", "_pipe", "_push")
+
+    def __init__(
+        self,
+        choice: _Choice,
+        pipe: Pipe,
+        around: tuple[bytes, bytes],
+        observe_gap: Callable[[float], None],
+    ) -> None:
+        """`around`: what stands before and after the text in the choice's events."""
+        self._choice = choice
+        self._pipe = pipe
+        self._before, self._after = around
+        self._observe_gap = observe_gap
+        self._push = choice.detokenizer.push_json
+
+    def passes(self, position: int, token: int, at: float) -> bool:
+        """Whether the token has gone out. Else it waits for `Run.step`."""
+        choice, pipe = self._choice, self._pipe
+        if position != choice.count or choice.finish is not None or pipe.blocked:
+            return False
+        self._observe_gap(at - choice.last_at)
+        choice.last_at = at
+        choice.count = position + 1
+        text = self._push(token)
+        if text:
+            pipe.write(self._before, text, self._after)
+        return True
+
+
 def _call_reader(ask: Ask, stack: TextStack) -> Reader | None:
     """For requests with tools."""
     if not ask.tools or stack.call_format is None:
@@ -274,6 +290,7 @@ class _Prompt:
     choices: list[_Choice]
     open: int  # choices that haven't ended
     generation: Generation | None = None
+    sink: PromptSink | None = None
     observe_gap: Callable[[float], None] | None = None  # from the first token on
     text_at: float | None = None
 
@@ -296,8 +313,7 @@ class Run:
         self._meter = meter
         self._accepted = accepted
         self._prompts: list[_Prompt] = []
-        self._pipe: Pipe | None = None
-        self._around: list[tuple[bytes, bytes]] = []  # by choice
+        self._way: tuple[Replies, Pipe] | None = None  # past the coroutine
         for ids in prompts:
             # A plain completion goes on where its prompt ends, blanks included.
             context = ids if ask.kind == "completion" else ()
@@ -336,9 +352,8 @@ class Run:
                 sla=who.sla,
                 tenant=who.tenant,
             )
-            direct = partial(self._direct, prompt)
-            sink = PromptSink(self.inbox, number, self._ask.choices, direct)
-            prompt.generation = sessions.start(request, sink)
+            prompt.sink = PromptSink(self.inbox, number, self._ask.choices)
+            prompt.generation = sessions.start(request, prompt.sink)
 
     @property
     def done(self) -> bool:
@@ -371,26 +386,20 @@ class Run:
         """From now on tokens in the middle of plain text go out without waking anybody."""
         if pipe is None or self._watched or self._ask.tools or not replies.plain:
             return
-        choices = sum(len(prompt.choices) for prompt in self._prompts)
+        self._way = (replies, pipe)
         for prompt in self._prompts:
-            if any(choice.count for choice in prompt.choices):
-                self._gap_observer(prompt)
-        self._around = [replies.around(number) for number in range(choices)]
-        self._pipe = pipe
+            for choice in prompt.choices:
+                if not choice.part.first:
+                    self._open_flow(prompt, choice)
 
-    def _direct(self, prompt: _Prompt, number: int, position: int, token: int, at: float) -> bool:
-        """The hottest path (see `Direct`). What it can't do waits for `step`."""
-        pipe, choice, observe_gap = self._pipe, prompt.choices[number], prompt.observe_gap
-        if pipe is None or observe_gap is None or pipe.blocked:
-            return False
-        if position != choice.count or not choice.flows:
-            return False
-        observe_gap(at - choice.last_at)
-        text = choice.add_plain(token, at)
-        if text:
-            before, after = self._around[choice.part.choice]
-            pipe.write(before, text, after)
-        return True
+    def _open_flow(self, prompt: _Prompt, choice: _Choice) -> None:
+        """Opens the way past the coroutine for a choice whose first event goes out now."""
+        observe_gap, sink = self._gap_observer(prompt), prompt.sink
+        if self._way is not None and observe_gap is not None and sink is not None:
+            replies, pipe = self._way
+            number = choice.part.choice
+            around = replies.around(number)
+            sink.flows[number % self._ask.choices] = Flow(choice, pipe, around, observe_gap)
 
     def _measure_gap(self, prompt: _Prompt, choice: _Choice, at: float) -> None:
         observe = self._gap_observer(prompt) if choice.count else None
@@ -405,8 +414,15 @@ class Run:
 
     def take_parts(self) -> list[Part]:
         """What can go out now, by choice."""
-        parts = (choice.take_part() for prompt in self._prompts for choice in prompt.choices)
-        return [part for part in parts if part is not None]
+        parts = []
+        for prompt in self._prompts:
+            for choice in prompt.choices:
+                part = choice.take_part()
+                if part is not None:
+                    parts.append(part)
+                    if part.first:
+                        self._open_flow(prompt, choice)
+        return parts
 
     def whole(self) -> list[Part]:
         """Everything, once all is done and if take_parts was never called."""

@@ -192,6 +192,7 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                proxy_headers=False,  # who asks is known by keys, never by addresses
             )
         )
         self._sockets = [sock, *more]

@@ -341,12 +341,10 @@ def _mismatch(text: str) -> ApiError:
 
 
 def _refuse_unsupported(request: Struct) -> None:
-    for name in request.__struct_fields__:
-        harmless = _HARMLESS.get(name)
-        if harmless is not None:
-            value = getattr(request, name)
-            if value is not None and not harmless(value):
-                raise unsupported(name)
+    for name, harmless in _HARMLESS.items():
+        value = getattr(request, name, None)
+        if value is not None and not harmless(value):
+            raise unsupported(name)
 
 
 def _one_limit(old: int | None, new: int | None) -> int | None:

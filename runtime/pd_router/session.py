@@ -297,7 +297,7 @@ class RunningGeneration:
         self._sessions = sessions
         self._request = request
         self._patience_s = patience_s
-        self._sink: Sink | None = sink  # None: it has had its last word
+        self.sink: Sink | None = sink  # None: it has had its last word
         self._timeline = Timeline(
             request_id=request.request_id,
             accepted=time.monotonic(),
@@ -364,13 +364,9 @@ class RunningGeneration:
         if not self._over:
             self._arm(self.walk.next_deadline)
 
-    @property
-    def sink(self) -> Sink | None:
-        return self._sink
-
     def deliver(self, token: Token) -> None:
-        if self._sink is not None:
-            self._sink.on_token(
+        if self.sink is not None:
+            self.sink.on_token(
                 token.choice, token.index, token.token, token.finish, token.logprob, token.top
             )
 
@@ -502,7 +498,7 @@ class RunningGeneration:
         self._over = True
         # Whoever made the sink holds this generation: without the way back neither
         # waits for the garbage collector.
-        sink, self._sink = self._sink, None
+        sink, self.sink = self.sink, None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -13,6 +13,7 @@ from pd_router.classes import NO_PROMISES, Promises
 from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
 
 MAX_PROCESSES = 32
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _PORT_MAX = 65535
 _MEMBER = re.compile(r"(\d+)/(\d+):(\d+)", re.ASCII)
 
@@ -49,6 +50,7 @@ class Settings:
     reuse_port: bool = False
     processes: int = 1
     member: Member | None = None  # None: the router itself
+    log_level: str = "info"
     drain_timeout_s: float = 60.0
     request_timeout_s: float = 600.0
     max_body_bytes: int = 8 * 1024 * 1024
@@ -80,6 +82,12 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--processes", type=_processes, default=Settings.processes, metavar="N",
         help="share the clients' port; the control ports are N from the one given on")  # fmt: skip
     add("--member", type=_member, help=argparse.SUPPRESS)  # what a parent tells its processes
+    add(
+        "--log-level",
+        choices=LOG_LEVELS,
+        default=Settings.log_level,
+        help="from info on there is a line for each request",
+    )
     add("--drain-timeout-s", type=_positive, default=Settings.drain_timeout_s, metavar="S")
     add("--request-timeout-s", type=_positive, default=Settings.request_timeout_s, metavar="S")
     add("--max-body-bytes", type=_count, default=Settings.max_body_bytes, metavar="N")
