@@ -15,7 +15,7 @@ LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-inde
 # Each has an image, and so a lock of its own: a part of all.lock.
 IMAGES := operator router engine
 # What only one target needs: installed for it, beside the environment.
-TOOLS := browser
+TOOLS := browser clients
 PORT ?= 8000
 JOBS ?= 2
 
@@ -74,6 +74,11 @@ e2e: $(STAMP) kube-binaries ## the stories on a real cluster with real pods, whi
 browser-test: $(STAMP) ## the live page in Debian's Chromium (installed where you are root)
 	@scripts/packages.sh browser
 	@PYTHONPATH=build/packages/browser $(BIN)/python -m pytest tests/browser
+
+.PHONY: clients-test
+clients-test: $(STAMP) ## LangChain's and LiteLLM's OpenAI providers against a router
+	@scripts/packages.sh clients
+	@PYTHONPATH=build/packages/clients $(BIN)/python -m pytest tests/clients
 
 .PHONY: soak
 soak: $(STAMP) ## 10,000 seeds of the protocol's simulation (some ten minutes)
