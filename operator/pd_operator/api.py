@@ -246,10 +246,10 @@ def _pool(role: Role, node: Node) -> Pool:
         scaling,
         accelerator,
         node.duration("startTimeout", 1800.0, 10.0, 24 * 3600),
-        apiparts.engine(node.child_or_empty("engine"), accelerator),
+        apiparts.engine(node.child_or_empty("engine"), accelerator, role is not Role.PREFILL),
         apiparts.template(node.child("template"), "engine"),
     )
-    node.not_yet("speculation", "sessionRetention", "parallelism")
+    node.not_yet("sessionRetention", "parallelism")
     node.close()
     return pool
 

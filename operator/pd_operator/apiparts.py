@@ -122,7 +122,7 @@ def accelerator(node: Node | None) -> Accelerator | None:
     return Accelerator(resource or "nvidia.com/gpu", 1, product)
 
 
-def engine(node: Node, device: Accelerator | None) -> Engine:
+def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
     tokens, fraction = node.has("kvCacheTokens"), node.has("kvCacheFraction")
     if tokens and fraction:
         problem = "stands beside kvCacheTokens"
@@ -139,6 +139,7 @@ def engine(node: Node, device: Accelerator | None) -> Engine:
         threads=node.integer("threads", 0, 0, 1024),
         kv_cache_tokens=None if by_fraction else kv_tokens,
         kv_cache_fraction=kv_fraction if by_fraction else None,
+        draft_tokens=_draft_tokens(node, decodes),
     )
     if made.chunk_tokens > made.max_batch_tokens:
         problem = f"is {made.chunk_tokens}, above maxBatchTokens ({made.max_batch_tokens})"
@@ -149,6 +150,19 @@ def engine(node: Node, device: Accelerator | None) -> Engine:
     node.not_yet("attention", "cudaGraphs", "hostCacheTokens")
     node.close()
     return made
+
+
+def _draft_tokens(node: Node, decodes: bool) -> int | None:
+    if node.has("speculation") and not decodes:
+        problem = "is for workers that decode"
+        node.error("speculation", problem, "write it in decode.engine, or leave it out")
+    speculation = node.child("speculation")
+    if speculation is None:
+        return None
+    method = speculation.choice("method", "ngram", ("none", "ngram"))
+    most = speculation.integer("maxDraftTokens", 8, 1, 64)
+    speculation.close()
+    return most if method == "ngram" else 0
 
 
 def template(node: Node | None, container: str) -> Template:

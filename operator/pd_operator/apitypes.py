@@ -122,7 +122,8 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Engine settings of a pool. 0 chunk tokens: whole prompts; 0 threads: torch decides.
+    """Engine settings of a pool. 0 chunk tokens: whole prompts; 0 threads: torch decides;
+    0 draft tokens: no speculation, None: as the engine does by itself.
 
     Exactly one of `kv_cache_tokens` and `kv_cache_fraction` is set.
     """
@@ -135,6 +136,7 @@ class Engine:
     threads: int
     kv_cache_tokens: int | None
     kv_cache_fraction: float | None
+    draft_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,8 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         flags["kv-cache-tokens"] = engine.kv_cache_tokens
     else:
         flags["kv-cache-fraction"] = f"{engine.kv_cache_fraction:g}"
+    if engine.draft_tokens is not None:
+        flags["draft-tokens"] = engine.draft_tokens
     return [f"--{name}={value}" for name, value in flags.items()]
 
 

@@ -101,6 +101,8 @@ class Worker:
                 max_queued=settings.max_queued,
                 max_model_tokens=runner.max_model_tokens,
                 recompute_max_tokens=_RECOMPUTE_MAX_TOKENS,
+                draft_tokens=settings.draft_tokens,
+                draft_price=runner.draft_price,
             ),
             BlockPool(runner.num_blocks, settings.block_tokens),
         )

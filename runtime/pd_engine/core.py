@@ -246,7 +246,7 @@ class EngineCore:
             events = self.scheduler.fail_batch(batch, failure, time.monotonic())
         else:
             events = self.scheduler.absorb(batch, output, time.monotonic())
-            if any(len(row.token_ids) > 1 for row in batch.rows):
+            if not all(row.decodes for row in batch.rows):
                 tokens = sum(len(row.token_ids) for row in batch.rows)
                 self._pace.observe(tokens, time.monotonic() - began)
         finally:
@@ -276,7 +276,7 @@ class EngineCore:
             and (live := self._live.get(key)) is not None
             and live.exporting
         ]
-        if all(len(row.token_ids) == 1 for row in batch.rows) and not exports:
+        if all(row.decodes for row in batch.rows) and not exports:
             return self._runner.step(batch)
 
         def on_layers(first: int, end: int) -> None:
@@ -344,8 +344,8 @@ class EngineCore:
                 continue
             touched.add(live.outbox)
             match event:
-                case Tokens(tokens=tokens):
-                    self.metrics.generated(len(tokens))
+                case Tokens(tokens=tokens, guessed=guessed):
+                    self.metrics.generated(len(tokens), guessed)
                     for token in tokens:
                         live.outbox.put_token(wire.token_to_pb(token, live.handle))
                 case Granted():

@@ -19,12 +19,20 @@ class SchedulerConfig:
     max_model_tokens: int  # prompt and output
     recompute_max_tokens: int  # a preempted sequence that is longer goes back to the router
     decode_reserve_tokens: int = 256  # a grant covers so many tokens of output
+    draft_tokens: int = 0  # guesses a step for one sequence; a grant covers them too
+    draft_price: float = 1.0  # what a token more costs, where a step of one token costs 1
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_running", "max_queued", "max_model_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("chunk_tokens", "recompute_max_tokens", "decode_reserve_tokens"):
+        for name in (
+            "chunk_tokens",
+            "recompute_max_tokens",
+            "decode_reserve_tokens",
+            "draft_tokens",
+            "draft_price",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
         if self.max_running > self.max_batch_tokens:
@@ -76,6 +84,6 @@ def grant_reserve(seq: Sequence, cfg: SchedulerConfig, pool: BlockPool) -> int:
     decoded = seq.task.final_tokens - prompt - 1  # the last token needs no KV
     if decoded == 0:
         return 0
-    end = pool.blocks_for(prompt + min(decoded, cfg.decode_reserve_tokens))
+    end = pool.blocks_for(prompt + min(decoded, cfg.decode_reserve_tokens + cfg.draft_tokens))
     begin = prompt // pool.block_tokens if seq.slots > 1 else pool.blocks_for(prompt)
     return min(seq.slots * (end - begin), pool.num_blocks - pool.blocks_for(prompt))

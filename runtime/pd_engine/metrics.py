@@ -52,6 +52,8 @@ class Metrics:
         self._grant = seconds("grant_wait", "Arrival of a reservation to its grant")
         self._transfer = seconds("kv_transfer", "First KV frame in to seal verified")
         self._generated = counter("generated_tokens", "Tokens drawn, without the first ones")
+        self._drafted = counter("draft_tokens", "Tokens computed on a guess")
+        self._accepted = counter("accepted_draft_tokens", "Guesses that turned out right")
         self._prompt = counter("prompts", "Prompts computed")
         self._cached = counter("cached_tokens", "Prompt tokens that a prefix hit spared")
         self._bytes = counter("kv_bytes", "KV bytes moved", "direction", "transport")
@@ -76,9 +78,11 @@ class Metrics:
     def step(self, batch: Batch, seconds: float) -> None:
         self._step.labels(**self._labels).observe(seconds)
         computed = sum(len(row.token_ids) for row in batch.rows)
+        drafted = sum(row.drafts for row in batch.rows)
         self._step_tokens.labels(**self._labels).inc(computed)
+        self._drafted.labels(**self._labels).inc(drafted)
         self.busy_s += seconds
-        self.computed_tokens += computed
+        self.computed_tokens += computed - drafted  # what requests need, not what is tried
 
     def prefilled(self, event: Prefilled) -> None:
         own = self._labels
@@ -90,8 +94,10 @@ class Metrics:
     def grant_wait(self, seconds: float) -> None:
         self._grant.labels(**self._labels).observe(seconds)
 
-    def generated(self, tokens: int) -> None:
+    def generated(self, tokens: int, guessed: int) -> None:
+        """`guessed` of them came by guesses."""
         self._generated.labels(**self._labels).inc(tokens)
+        self._accepted.labels(**self._labels).inc(guessed)
 
     def received(self, stats: ImportStats) -> None:
         labels = {"direction": "in", "transport": stats.transport}

@@ -28,6 +28,9 @@ LAYER_GROUP = 5
 """Layers whose KV is reported together, so that it can travel while later ones compute."""
 
 _WARMUP_TOKENS = (1, 3, 128)
+_PRICED_DRAFTS = 7
+_PRICE_ROUNDS = 3
+_LEAST_PRICE = 0.01
 
 
 class Runner:
@@ -75,6 +78,7 @@ class Runner:
         self.vocab_size = self._model.vocab_size
         self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
         self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
+        self.draft_price = 1.0  # likewise: see SchedulerConfig
         self._pool = KvPool(self.layout, self.num_blocks, self._model.device, pool_memory)
         self._attention = PagedAttention(self._pool, native)
         self._layer_group = layer_group
@@ -122,7 +126,7 @@ class Runner:
         return StepOutput(samples)
 
     def _forward(self, rows: Sequence[Row], on_layers: LayersDone | None) -> torch.Tensor:
-        """Logits of the last token of each row that samples, in order."""
+        """Logits of the last token of each row that samples, and of its guesses, in order."""
         tokens: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -130,7 +134,7 @@ class Runner:
             tokens.extend(row.token_ids)
             positions.extend(range(row.start, row.start + len(row.token_ids)))
             if row.samples:
-                keep.append(len(tokens) - 1)
+                keep.extend(range(len(tokens) - 1 - row.drafts, len(tokens)))
         device = self._model.device
         return self._model.forward(
             torch.tensor(tokens, dtype=torch.int64, device=device),
@@ -152,6 +156,22 @@ class Runner:
             self.step(Batch(0, (Row(0, [0] * tokens, 0, blocks, (spec,)),)))
             self.prefill_tokens_per_s = tokens / (time.perf_counter() - began)
             self.step(Batch(0, (Row(0, [0], tokens, blocks, (spec,)),)))
+        if room > _PRICED_DRAFTS:
+            self.draft_price = self._measure_draft_price(blocks)
+
+    def _measure_draft_price(self, blocks: tuple[int, ...]) -> float:
+        """What a token more costs a step, where a step of one token costs 1."""
+        spec = SampleSpec(0, 0, Sampling(max_tokens=1))
+        took = []
+        for drafts in (0, _PRICED_DRAFTS):
+            row = Row(0, [0] * (1 + drafts), 0, blocks, (spec,) * (1 + drafts), drafts)
+            took.append(min(self._seconds(Batch(0, (row,))) for _ in range(_PRICE_ROUNDS)))
+        return max(_LEAST_PRICE, (took[1] / took[0] - 1) / _PRICED_DRAFTS)
+
+    def _seconds(self, batch: Batch) -> float:
+        began = time.perf_counter()
+        self.step(batch)
+        return time.perf_counter() - began
 
 
 def _native(model: LoadedModel) -> Native | None:
@@ -178,10 +198,16 @@ def _samples(rows: Sequence[Row]) -> tuple[list[SampleSpec], list[tuple[int, int
     """All samples of a batch, and for each (its row among the logits, its sequence)."""
     specs: list[SampleSpec] = []
     owners: list[tuple[int, int]] = []
-    sampling = (row for row in rows if row.samples)
-    for at, row in enumerate(sampling):
+    at = 0
+    for row in rows:
+        if not row.samples:
+            continue
         specs.extend(row.samples)
-        owners.extend((at, row.seq_id) for _ in row.samples)
+        if row.drafts:
+            owners.extend((at + i, row.seq_id) for i in range(1 + row.drafts))
+        else:
+            owners.extend((at, row.seq_id) for _ in row.samples)
+        at += 1 + row.drafts
     return specs, owners
 
 

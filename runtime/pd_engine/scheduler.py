@@ -16,11 +16,15 @@ when there's nobody behind it. So the first in rank always moves as long as the 
 it alone: granted, exported and quarantined blocks come back by the leases of their transfers.
 """
 
+from collections.abc import Callable
+from itertools import chain
+
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.blocks import BlockPool
 from pd_engine.holdings import Holdings
 from pd_engine.limits import SchedulerConfig, grant_reserve, token_limit
 from pd_engine.sequence import Sequence, Stage, Task, seen_tokens
+from pd_engine.speculate import Drafter, PromptLookup
 from pd_engine.types import (
     Advanced,
     Batch,
@@ -49,8 +53,15 @@ Copy = tuple[Sequence, int, int]
 class Scheduler:
     """Requests in, batches and events out. Not thread-safe."""
 
-    def __init__(self, cfg: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        cfg: SchedulerConfig,
+        pool: BlockPool,
+        drafter: Callable[[list[int]], Drafter] = PromptLookup,
+    ) -> None:
+        """`drafter` guesses for a sequence of these tokens, which will grow."""
         self.cfg = cfg
+        self._drafter = drafter
         self.pool = pool
         self.draining = False
         self.last_progress = 0.0  # when a request last got further, or ended
@@ -224,12 +235,18 @@ class Scheduler:
         if held.flight is not None:
             raise AssertionError(f"step {held.flight.step} is still in flight")
         plan, copies = self._plan_decodes()
-        budget = self.cfg.max_batch_tokens - len(plan)
+        guesses = self._draft([seq for seq, _ in plan]) if self.cfg.draft_tokens else {}
+        decoded = len(plan) + sum(len(tokens) for tokens in guesses.values())
+        budget = self.cfg.max_batch_tokens - decoded
         if max_tokens is not None:
-            budget = min(budget, max(self.pool.block_tokens, max_tokens - len(plan)))
+            budget = min(budget, max(self.pool.block_tokens, max_tokens - decoded))
         plan += self._plan_prompts(self._admit_prompts(budget, now), budget)
         # A request may have failed after its first sequences were planned.
-        steps = [(seq, seq.row(count)) for seq, count in plan if seq.task.stage is not Stage.OVER]
+        steps = [
+            (seq, seq.row(count, guesses.get(seq.id, ())))
+            for seq, count in plan
+            if seq.task.stage is not Stage.OVER
+        ]
         if not steps:
             held.release_deferred()
             return None
@@ -277,6 +294,34 @@ class Scheduler:
         seq.table[index] = block
         copies.append((seq, shared, block))
         self._held.defer([shared])
+
+    def _draft(self, decoding: list[Sequence]) -> dict[int, list[int]]:
+        """By id, what is tried beyond the next token, where that has room which nobody needs:
+        of the step's tokens that decoding leaves, half is for prompts.
+        """
+        guesses: dict[int, list[int]] = {}
+        left = (self.cfg.max_batch_tokens - len(decoding)) // 2
+        for seq in decoding:
+            if seq.drafter is None or seq.task.stage is Stage.OVER:
+                continue
+            until_end = seq.task.final_tokens - len(seq.tokens) - 1
+            most = min(self.cfg.draft_tokens, left, until_end)
+            drafted = seq.drafter.draft(most, len(decoding), self.cfg.draft_price)
+            drafted = drafted[: self._room_ahead(seq, len(drafted))]
+            if drafted:
+                guesses[seq.id] = drafted
+                left -= len(drafted)
+        return guesses
+
+    def _room_ahead(self, seq: Sequence, tokens: int) -> int:
+        """Makes room for so many tokens behind the next one, or for as many as there is."""
+        size = self.pool.block_tokens
+        wanted = self.pool.blocks_for(seq.computed + 1 + tokens)
+        while len(seq.table) < wanted:
+            if not seq.spare and self.pool.available <= len(self._held.running):
+                break
+            self._add_block(seq, len(seq.table), [])
+        return min(tokens, len(seq.table) * size - seq.computed - 1)
 
     def _preempt_behind(self, seq: Sequence) -> bool:
         """Takes the blocks of the last in rank behind `seq`; False when there's nobody.
@@ -374,31 +419,46 @@ class Scheduler:
         steps = self._held.land(batch)
         self.last_progress = now
         self._fail_undrawn(steps, output)
-        tokens: dict[RequestKey, list[TokenOut]] = {}
+        tokens: dict[RequestKey, list[list[TokenOut]]] = {}
         ended: list[RequestKey] = []
         for seq, row in steps:
             task = seq.task
             if task.stage is Stage.OVER:
                 continue
+            if row.samples and task.prefilled:
+                outs = self._later_tokens(seq, row, output.samples[seq.id])
+                tokens.setdefault(task.req.key, []).append(outs)
+                if outs[-1].finish is not None and self._held.retire(seq):
+                    ended.append(task.req.key)
+                continue
             seq.computed += len(row.token_ids)
             self._cache_whole_blocks(seq)
             if task.exports:
                 self._events.append(Advanced(task.req.key, seq.computed))
-            if not row.samples:
-                continue
-            drawn = output.samples[seq.id]
-            if not task.prefilled:
-                self._first_tokens(seq, drawn, now)
-                continue
-            out = task.token_out(seq.choices[0], len(seq.tokens) + 1, drawn[0])
-            tokens.setdefault(task.req.key, []).append(out)
-            if out.finish is None:
-                seq.append(out.token)
-            elif self._held.retire(seq):
-                ended.append(task.req.key)
-        self._events += [Tokens(key, tuple(outs)) for key, outs in tokens.items()]
+            if row.samples:
+                self._first_tokens(seq, output.samples[seq.id], now)
+        self._events += [
+            Tokens(key, tuple(chain(*outs)), sum(map(len, outs)) - len(outs))
+            for key, outs in tokens.items()
+        ]
         self._events += [Finished(key) for key in ended]
         return self.take_events()
+
+    def _later_tokens(self, seq: Sequence, row: Row, drawn: tuple[Sampled, ...]) -> list[TokenOut]:
+        """A draw counts as long as all guesses before it were right; so does a guess's KV."""
+        known = len(row.token_ids) - row.drafts
+        outs: list[TokenOut] = []
+        for sampled, guess in zip(drawn, (*row.token_ids[known:], None), strict=True):
+            out = seq.task.token_out(seq.choices[0], len(seq.tokens) + 1, sampled)
+            outs.append(out)
+            if out.finish is not None:
+                break
+            seq.append(out.token)
+            if out.token != guess:
+                break
+        seq.computed += known + len(outs) - 1
+        self._cache_whole_blocks(seq)
+        return outs
 
     def fail_batch(self, batch: Batch, failure: Failure, now: float) -> list[SchedulerEvent]:
         """The step in flight came to nothing: its requests fail, all others go on."""
@@ -447,6 +507,8 @@ class Scheduler:
         for place, seq in enumerate(task.sequences):
             pool.share(seq.table)
             seq.spare = leader.spare[place * share : (place + 1) * share]
+            if self.cfg.draft_tokens:
+                seq.drafter = self._drafter(seq.tokens)
             self._held.run(seq)
         pool.release(leader.table)
         if not going:

@@ -1,10 +1,12 @@
 """What the scheduler keeps of a request: a Task, with a Sequence for each chain of tokens. Pure."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from pd_core.failures import Failure, FailureKind
 from pd_core.kv import next_prefix_hash, prefix_root
+from pd_engine.speculate import Drafter
 from pd_engine.types import Finish, Mode, Request, Row, Sampled, SampleSpec, TokenOut
 
 Rank = tuple[int, int, int]
@@ -103,6 +105,7 @@ class Sequence:
     computed: int = 0
     registered: int = 0  # blocks of the table that the prefix cache knows
     stalled: bool = False  # it found no block for its next token
+    drafter: Drafter | None = None
 
     @property
     def pending(self) -> int:
@@ -123,6 +126,8 @@ class Sequence:
         self.tokens.append(token)
         if self.seen is not None:
             self.seen[token] = self.seen.get(token, 0) + 1
+        if self.drafter is not None:
+            self.drafter.note()
 
     def outgrows(self, block_tokens: int) -> bool:
         """It will need another block than those it has, if nothing stops it early."""
@@ -139,20 +144,26 @@ class Sequence:
             hashes.append(next_prefix_hash(parent, self.tokens[start : start + block_tokens]))
         return hashes[:count]
 
-    def row(self, count: int) -> Row:
-        """Its next `count` tokens, with draws when they are the last ones.
+    def row(self, count: int, guesses: Iterable[int] = ()) -> Row:
+        """Its next `count` tokens, with draws when they are the last ones, and behind each
+        of the guesses that are tried too.
 
         The row refers to the table itself: nothing changes that while a step runs.
         """
         start, end = self.computed, self.computed + count
-        samples: tuple[SampleSpec, ...] = ()
+        tokens = self.tokens[start:end]
+        samples: list[SampleSpec] = []
         if end == len(self.tokens):
-            req = self.task.req
-            index = end - req.prompt_tokens
-            samples = tuple(
-                [SampleSpec(choice, index, req.sampling, self.seen) for choice in self.choices]
-            )
-        return Row(self.id, self.tokens[start:end], start, self.table, samples)
+            sampling, seen = self.task.req.sampling, self.seen
+            index = end - self.task.req.prompt_tokens
+            samples = [SampleSpec(choice, index, sampling, seen) for choice in self.choices]
+            for guess in guesses:
+                tokens.append(guess)
+                index += 1
+                if seen is not None:
+                    seen = {**seen, guess: seen.get(guess, 0) + 1}
+                samples.append(SampleSpec(self.choices[0], index, sampling, seen))
+        return Row(self.id, tokens, start, self.table, tuple(samples), len(tokens) - count)
 
     def fork(self, number: int, place: int, first: TokenOut) -> "Sequence":
         """The sequence of one choice after its first token. The caller shares the blocks."""

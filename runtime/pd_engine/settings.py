@@ -37,6 +37,7 @@ class Settings:
     drain_timeout_s: float
     step_timeout_s: float
     max_step_s: float
+    draft_tokens: int
     threads: int
     kv_lease_s: float
     kv_transport: str = "auto"
@@ -132,6 +133,12 @@ def parse(argv: Sequence[str]) -> Settings:
         type=_seconds,
         default=0.5,
         help="a step takes no more of the prompts than it computes in this time",
+    )
+    p.add_argument(
+        "--draft-tokens",
+        type=_at_least(0),
+        default=8,
+        help="guesses of next tokens that a step may try for one sequence (0: none)",
     )
     p.add_argument("--threads", type=_at_least(0), default=0, help="0: torch's default")
     p.add_argument(

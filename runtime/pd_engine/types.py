@@ -106,7 +106,9 @@ class Row:
     """Consecutive tokens of one sequence to compute in a step.
 
     Positions start, start+1, …; `block_table[i]` is the pool block that holds positions
-    [i*block_tokens, (i+1)*block_tokens). Covers at least start + len(token_ids).
+    [i*block_tokens, (i+1)*block_tokens). Covers at least start + len(token_ids). The last
+    `drafts` tokens are guesses: then there is a sample for the token before them and for
+    each of them. All samples of other rows are for the last token.
     """
 
     seq_id: int
@@ -114,6 +116,12 @@ class Row:
     start: int
     block_table: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
+    drafts: int = 0
+
+    @property
+    def decodes(self) -> bool:
+        """It computes one token that is known, and maybe guesses."""
+        return len(self.token_ids) == 1 + self.drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +196,12 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Later tokens of a request (index of the attempt's second token on)."""
+    """Later tokens of a request (index of the attempt's second token on). `guessed` of them
+    came by guesses that were right."""
 
     key: RequestKey
     tokens: tuple[TokenOut, ...]
+    guessed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,14 +78,16 @@ class FakeRunner:
             self._pool[row.block_table[block], layer, :, slot] = token
 
     def _draw(self, row: Row) -> tuple[Sampled, ...]:
-        end = row.start + len(row.token_ids)
         tokens = []
-        for position in range(end):
+        for position in range(row.start + len(row.token_ids)):
             block, slot = divmod(position, self.layout.block_tokens)
             values = np.unique(self._pool[row.block_table[block], :, :, slot])
             # Layers that disagree are KV torn in the transfer: no token can come of it.
             tokens.append(int(values[0]) if len(values) == 1 else -1)
-        return tuple(
-            Sampled(spec.choice, next_token(tokens, spec.choice if spec.index == 0 else 0), -0.5)
-            for spec in row.samples
-        )
+        known = len(tokens) - row.drafts
+        drawn = []
+        for number, spec in enumerate(row.samples):
+            behind = tokens[: known + (number if row.drafts else 0)]
+            token = next_token(behind, spec.choice if spec.index == 0 else 0)
+            drawn.append(Sampled(spec.choice, token, -0.5))
+        return tuple(drawn)

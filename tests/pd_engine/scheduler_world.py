@@ -140,6 +140,29 @@ class Client:
                 self.over, self.failure = True, failure
 
 
+class Guesses:
+    """A drafter that knows the model, and guesses wrong now and then: that, and all that it
+    says of other choices than the first."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self._noted = len(tokens)
+
+    def note(self) -> None:
+        self._noted += 1
+
+    def draft(self, most: int, sequences: int, _price: float) -> list[int]:
+        assert self._noted == len(self.tokens), "a token that it wasn't told of"
+        assert sequences >= 1
+        assert most >= 0
+        known = Reference(self.tokens, 0)
+        start, guesses = len(self.tokens), list[int]()
+        for position in range(start, start + most):
+            token = known[position]
+            guesses.append(token if hash((position, token)) % 4 else (token + 1) % VOCAB)
+        return guesses
+
+
 class World:
     """Scheduler, memory and clients. Each `check` is cheap enough to follow each action."""
 
@@ -147,7 +170,7 @@ class World:
         self.cfg = cfg
         self.now = 100.0
         self.pool = BlockPool(num_blocks, block_tokens)
-        self.scheduler = Scheduler(cfg, self.pool)
+        self.scheduler = Scheduler(cfg, self.pool, Guesses)
         self.memory = [[GARBAGE] * block_tokens for _ in range(num_blocks)]
         self.clients: dict[RequestKey, Client] = {}
         self.batch: Batch | None = None
@@ -331,7 +354,7 @@ class World:
         assert min(sizes) >= 1
         if self.cfg.chunk_tokens:
             assert sum(sizes) <= self.cfg.max_batch_tokens
-            assert max(sizes) <= max(1, self.cfg.chunk_tokens)
+            assert max(sizes) <= max(1 + self.cfg.draft_tokens, self.cfg.chunk_tokens)
         else:  # one prompt may be larger than the budget
             assert sum(sizes) - max(sizes) <= self.cfg.max_batch_tokens
         assert len({row.seq_id for row in batch.rows}) == len(sizes)
@@ -364,9 +387,11 @@ class World:
                 self.memory[place[0]][place[1]] = kv[-1]
                 if position < self.clients[key].req.prompt_tokens:
                     self.clients[key].computed.add(position)
+            known = len(kv) - row.drafts
             if row.samples:
                 drawn[row.seq_id] = tuple(
-                    Sampled(spec.choice, draw(kv, spec.choice)) for spec in row.samples
+                    Sampled(spec.choice, draw(kv[: known + (i if row.drafts else 0)], spec.choice))
+                    for i, spec in enumerate(row.samples)
                 )
         return StepOutput(drawn)
 

@@ -2,7 +2,6 @@
 against transformers and plain formulas; the same on two workers, resumed, and in any batch.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,25 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pd_engine.blocks import BlockPool
-from pd_engine.runner import Runner
-from pd_engine.scheduler import Scheduler, SchedulerConfig
-from pd_engine.types import (
-    Granted,
-    Mode,
-    Prefilled,
-    Request,
-    RequestKey,
-    Sampling,
-    SchedulerEvent,
-    TokenOut,
-    Tokens,
-)
+from pd_engine.types import Sampling
+from tests.pd_engine.worker_rig import PROMPT, Worker, handed_over
 from tests.tiny_model import tiny_model_dir
 
 torch.set_num_threads(1)
 
-PROMPT = [5, 9, 200, 9, 31, 77, 9, 5, 140, 12, 12, 480, 7, 9, 5, 33, 18, 9]
 OUTPUT = 24
 ASKED: dict[str, Any] = {
     "repetition_penalty": 1.5,
@@ -37,65 +23,6 @@ ASKED: dict[str, Any] = {
     "logit_bias": ((9, 9.0), (12, -100.0), (300, 12.5)),
 }
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 12, **ASKED}
-
-
-class Worker:
-    """A scheduler over a runner, without sockets."""
-
-    def __init__(self) -> None:
-        self.runner = Runner(tiny_model_dir(), dtype="float32", kv_cache_tokens=2048)
-        config = SchedulerConfig(
-            max_batch_tokens=64,
-            chunk_tokens=7,
-            max_running=16,
-            max_queued=16,
-            max_model_tokens=1000,
-            recompute_max_tokens=1000,
-        )
-        self.scheduler = Scheduler(config, BlockPool(self.runner.num_blocks, 16))
-        self.out: dict[RequestKey, list[TokenOut]] = {}
-        self.grants: dict[RequestKey, Granted] = {}
-        self._added = 0
-
-    def add(
-        self,
-        sampling: Sampling,
-        written: Sequence[int] = (),
-        mode: Mode = Mode.LOCAL,
-        choices: tuple[int, ...] = (0,),
-    ) -> RequestKey:
-        self._added += 1
-        key = (1, self._added)
-        tokens = (*PROMPT, *written)
-        self.scheduler.add(
-            Request(key, "r", 1, tokens, len(PROMPT), choices, sampling, mode, math.inf, math.inf),
-            0.0,
-        )
-        self.out[key] = []
-        return key
-
-    def run(self) -> None:
-        """Until nothing is left to compute."""
-        self._see(self.scheduler.poll(0.0))
-        while (batch := self.scheduler.schedule(0.0)) is not None:
-            self._see(self.scheduler.absorb(batch, self.runner.step(batch), 0.0))
-            self._see(self.scheduler.poll(0.0))
-
-    def _see(self, events: Sequence[SchedulerEvent]) -> None:
-        for event in events:
-            match event:
-                case Prefilled(first=outs) | Tokens(tokens=outs):
-                    self.out[event.key] += outs
-                case Granted():
-                    self.grants[event.key] = event
-
-    def tokens(self, key: RequestKey, choice: int = 0) -> list[int]:
-        return [out.token for out in self.out[key] if out.choice == choice]
-
-    def write(self, sampling: Sampling, written: Sequence[int] = ()) -> list[int]:
-        key = self.add(sampling, written)
-        self.run()
-        return self.tokens(key)
 
 
 @pytest.fixture(scope="module")
@@ -178,20 +105,7 @@ def test_two_workers_write_what_one_does(
     """The prefill worker draws the first token, the decode worker all others."""
     whole = worker.write(sampling(**asked))
     prefill, decode = Worker(), Worker()
-    exported = prefill.add(sampling(**asked), whole[:written], Mode.EXPORT)
-    imported = decode.add(sampling(**asked), whole[:written], Mode.IMPORT)
-    prefill.run()
-    decode.run()
-    source, target = prefill.scheduler._held.exports[exported], decode.grants[imported].block_ids
-    size = prefill.runner.layout.block_bytes
-    for a, b in zip(source, target, strict=True):
-        kv = prefill.runner.kv_buffer[a * size : (a + 1) * size]
-        decode.runner.kv_buffer[b * size : (b + 1) * size] = kv
-    first = tuple(prefill.out[exported])
-    assert len(first) == 1
-    decode.scheduler.attach(imported, first, 0.0)
-    decode.run()
-    assert [*prefill.tokens(exported), *decode.tokens(imported)] == whole[written:]
+    assert handed_over(prefill, decode, sampling(**asked), whole[:written]) == whole[written:]
 
 
 def test_neighbours_and_other_choices_change_nothing(worker: Worker) -> None:

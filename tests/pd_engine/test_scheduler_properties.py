@@ -69,6 +69,7 @@ def worlds(draw: st.DrawFn) -> World:
         max_model_tokens=draw(st.sampled_from([30, 1000, 1000])),
         recompute_max_tokens=draw(st.sampled_from([0, 12, 1000, 1000])),
         decode_reserve_tokens=draw(st.integers(0, 9)),
+        draft_tokens=draw(st.sampled_from([0, 0, 1, 3, 6])),
     )
     block_tokens = draw(st.integers(1, 4))
     tokens = draw(st.integers(1, 60))

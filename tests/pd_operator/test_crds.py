@@ -113,7 +113,7 @@ def whole(scaled: bool) -> dict[str, Any]:
     """Every part, so that every field is read; of those that exclude each other, one."""
     pool: dict[str, Any] = {
         "accelerator": {"count": 1},
-        "engine": {},
+        "engine": {"speculation": {}},
         "template": template("engine"),
     }
     if scaled:

@@ -127,6 +127,25 @@ def test_engine_flags() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("speculation", "drafts"),
+    [
+        ({}, "8"),
+        ({"maxDraftTokens": 3}, "3"),
+        ({"method": "none"}, "0"),
+        ({"method": "none", "maxDraftTokens": 3}, "0"),
+    ],
+)
+def test_speculation_is_for_workers_that_decode(
+    speculation: dict[str, object], drafts: str
+) -> None:
+    made = rendered(cluster(**{"spec.decode.engine": {"speculation": speculation}}))
+    assert flags(pool_set(made, Role.DECODE))["draft-tokens"] == drafts
+    assert "draft-tokens" not in flags(pool_set(made, Role.PREFILL))
+    plain = rendered(cluster())
+    assert "draft-tokens" not in flags(pool_set(plain, Role.DECODE)), "the engine knows itself"
+
+
 def test_colocated_workers_do_both() -> None:
     made = rendered(
         cluster(**{"spec.prefill": ..., "spec.decode": ..., "spec.colocated": {"replicas": 2}})

@@ -54,6 +54,7 @@ EDITS: list[tuple[dict[str, Any], set[Role]]] = [
     ({"spec.decode": {"scaling": {"mode": "External", "maxReplicas": 3}}}, set()),
     ({"spec.decode.engine": {}}, set()),
     ({"spec.decode.engine.maxRunning": 64}, set()),  # the default, spelled out
+    ({"spec.decode.engine.speculation": {"method": "none"}}, {Role.DECODE}),
     ({"spec.kvTransfer": {"transport": "auto"}}, set()),
     ({"metadata.annotations": {"other": "1"}}, set()),
     ({"spec.decode.engine.maxRunning": 8}, {Role.DECODE}),

@@ -61,6 +61,26 @@ def reference(prompt: tuple[int, ...], count: int, choice: int) -> tuple[int, ..
     return tuple(out)
 
 
+class Guesses:
+    """A drafter that knows the model, and is wrong in one guess of four."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def note(self) -> None:
+        pass
+
+    def draft(self, most: int, _sequences: int, _price: float) -> list[int]:
+        prints = fingerprints(self._tokens)
+        guesses = []
+        for _ in range(most):
+            token = draw(prints, 0)
+            guess = token if token % 4 else token + 1
+            guesses.append(guess)
+            prints.append(fingerprint(prints[-1], guess))
+        return guesses
+
+
 class SimRunner:
     """What the engine's core needs of a runner. `check_write` is asked before each write."""
 
@@ -128,10 +148,12 @@ class SimRunner:
                 self._cells[cell] = stored(value, plane)
 
     def _draw(self, row: Row) -> tuple[Sampled, ...]:
-        end = row.start + len(row.token_ids)
-        prints = self.read(row.block_table, end, 0)
+        prints = self.read(row.block_table, row.start + len(row.token_ids), 0)
         whole = self.holds(row.block_table, prints)
-        return tuple(
-            Sampled(s.choice, draw(prints, s.choice if s.index == 0 else 0) if whole else _WRONG)
-            for s in row.samples
-        )
+        known = len(prints) - row.drafts
+        drawn = []
+        for number, s in enumerate(row.samples):
+            behind = prints[: known + (number if row.drafts else 0)]
+            token = draw(behind, s.choice if s.index == 0 else 0) if whole else _WRONG
+            drawn.append(Sampled(s.choice, token))
+        return tuple(drawn)

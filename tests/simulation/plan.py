@@ -42,6 +42,7 @@ class Plan:
     max_running: int = 8
     frame_bytes: int = 128
     slow_steps: bool = False
+    draft_tokens: int = 0
     kv_fault_rate: float = 0.0
     rpc_fault_rate: float = 0.0
     asks: tuple[Ask, ...] = ()
@@ -60,7 +61,8 @@ class Plan:
         pools = ", ".join(f"{role} {blocks} blocks" for role, blocks in self.blocks.items())
         return (
             f"seed {self.seed}: {self.prefills} prefill, {self.decodes} decode, {self.boths} both "
-            f"({pools}; chunks of {self.chunk_tokens}, frames of {self.frame_bytes} B); "
+            f"({pools}; chunks of {self.chunk_tokens}, frames of {self.frame_bytes} B, "
+            f"{self.draft_tokens} guesses a step); "
             f"{len(self.asks)} requests; faults {self.kv_fault_rate:g} a KV frame, "
             f"{self.rpc_fault_rate:g} a message, {len(self.upsets)} upsets"
         )
@@ -89,6 +91,7 @@ def plan(seed: int) -> Plan:
         max_running=random.choice((3, 8)),
         frame_bytes=random.choice((1, 64, 128, 1024)),
         slow_steps=random.random() < 0.3,
+        draft_tokens=3 if seed % 4 == 3 else 0,
         kv_fault_rate=random.choice((0.0, 0.03, 0.15, 0.5)) if faults else 0.0,
         rpc_fault_rate=random.choice((0.0, 0.0, 0.05, 0.25)) if faults else 0.0,
         asks=asks,

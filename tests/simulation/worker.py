@@ -24,7 +24,7 @@ from pd_engine.types import RequestKey, TokenOut
 from pd_engine.wire import kv_format
 from pd_proto.v1 import engine_pb2 as pb
 from tests.simulation.loop import Clock, VirtualLoop
-from tests.simulation.model import LAYOUT, SimRunner, fingerprints
+from tests.simulation.model import LAYOUT, Guesses, SimRunner, fingerprints
 from tests.simulation.plan import Plan
 
 LEASE_S = 6.0
@@ -148,8 +148,9 @@ class Worker:
             max_model_tokens=400,
             recompute_max_tokens=self._random.choice((0, 400)),
             decode_reserve_tokens=self._random.choice((1, 256)),
+            draft_tokens=plan.draft_tokens,
         )
-        scheduler = Scheduler(config, self.pool)
+        scheduler = Scheduler(config, self.pool, Guesses)
         metrics: Any = NoMetrics()
         core = WatchedCore(settings, scheduler, self.runner, metrics)
         core.counted = self.on_committed

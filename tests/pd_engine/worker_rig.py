@@ -1,0 +1,106 @@
+"""The real scheduler over the real runner with the tiny model, without sockets."""
+
+import math
+from collections.abc import Sequence
+
+from pd_engine.blocks import BlockPool
+from pd_engine.runner import Runner
+from pd_engine.scheduler import Scheduler, SchedulerConfig
+from pd_engine.types import (
+    Granted,
+    Mode,
+    Prefilled,
+    Request,
+    RequestKey,
+    Sampling,
+    SchedulerEvent,
+    TokenOut,
+    Tokens,
+)
+from tests.tiny_model import tiny_model_dir
+
+PROMPT = [5, 9, 200, 9, 31, 77, 9, 5, 140, 12, 12, 480, 7, 9, 5, 33, 18, 9]
+
+
+class Worker:
+    """What it was given to write lies in `out`."""
+
+    def __init__(self, draft_tokens: int = 0) -> None:
+        self.runner = Runner(tiny_model_dir(), dtype="float32", kv_cache_tokens=2048)
+        config = SchedulerConfig(
+            max_batch_tokens=64,
+            chunk_tokens=7,
+            max_running=16,
+            max_queued=16,
+            max_model_tokens=1000,
+            recompute_max_tokens=1000,
+            draft_tokens=draft_tokens,
+            draft_price=0.01,
+        )
+        self.scheduler = Scheduler(config, BlockPool(self.runner.num_blocks, 16))
+        self.out: dict[RequestKey, list[TokenOut]] = {}
+        self.grants: dict[RequestKey, Granted] = {}
+        self.drafted = self.guessed = 0
+        self._added = 0
+
+    def add(
+        self,
+        sampling: Sampling,
+        written: Sequence[int] = (),
+        mode: Mode = Mode.LOCAL,
+        choices: tuple[int, ...] = (0,),
+    ) -> RequestKey:
+        self._added += 1
+        key = (1, self._added)
+        tokens = (*PROMPT, *written)
+        self.scheduler.add(
+            Request(key, "r", 1, tokens, len(PROMPT), choices, sampling, mode, math.inf, math.inf),
+            0.0,
+        )
+        self.out[key] = []
+        return key
+
+    def run(self) -> None:
+        """Until nothing is left to compute."""
+        self._see(self.scheduler.poll(0.0))
+        while (batch := self.scheduler.schedule(0.0)) is not None:
+            self.drafted += sum(row.drafts for row in batch.rows)
+            self._see(self.scheduler.absorb(batch, self.runner.step(batch), 0.0))
+            self._see(self.scheduler.poll(0.0))
+
+    def _see(self, events: Sequence[SchedulerEvent]) -> None:
+        for event in events:
+            match event:
+                case Prefilled(first=outs) | Tokens(tokens=outs):
+                    self.out[event.key] += outs
+                    self.guessed += event.guessed if isinstance(event, Tokens) else 0
+                case Granted():
+                    self.grants[event.key] = event
+
+    def tokens(self, key: RequestKey, choice: int = 0) -> list[int]:
+        return [out.token for out in self.out[key] if out.choice == choice]
+
+    def write(self, sampling: Sampling, written: Sequence[int] = ()) -> list[int]:
+        key = self.add(sampling, written)
+        self.run()
+        return self.tokens(key)
+
+
+def handed_over(
+    prefill: Worker, decode: Worker, sampling: Sampling, written: Sequence[int] = ()
+) -> list[int]:
+    """The tokens of a request whose first one the prefill worker draws."""
+    exported = prefill.add(sampling, written, Mode.EXPORT)
+    imported = decode.add(sampling, written, Mode.IMPORT)
+    prefill.run()
+    decode.run()
+    source, target = prefill.scheduler._held.exports[exported], decode.grants[imported].block_ids
+    size = prefill.runner.layout.block_bytes
+    for a, b in zip(source, target, strict=True):
+        kv = prefill.runner.kv_buffer[a * size : (a + 1) * size]
+        decode.runner.kv_buffer[b * size : (b + 1) * size] = kv
+    first = tuple(prefill.out[exported])
+    assert len(first) == 1
+    decode.scheduler.attach(imported, first, 0.0)
+    decode.run()
+    return [*prefill.tokens(exported), *decode.tokens(imported)]
