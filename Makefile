@@ -15,7 +15,7 @@ LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-inde
 # Each has an image, and so a lock of its own: a part of all.lock.
 IMAGES := operator router engine
 # What only one target needs: installed for it, beside the environment.
-TOOLS := browser clients
+TOOLS := browser clients dashboards
 PORT ?= 8000
 JOBS ?= 2
 
@@ -80,6 +80,15 @@ clients-test: $(STAMP) ## LangChain's and LiteLLM's OpenAI providers against a r
 	@scripts/packages.sh clients
 	@PYTHONPATH=build/packages/clients $(BIN)/python -m pytest tests/clients
 
+.PHONY: watch-test
+watch-test: $(STAMP) ## dashboards and alerts with Debian's Prometheus (installed where you are root)
+	@$(BIN)/python -m pytest tests/watch
+
+.PHONY: chart-test
+chart-test: $(STAMP) kube-control-plane ## the chart with Helm and a real API server
+	@$(BIN)/python -m e2e.cluster.build helm
+	@$(BIN)/python -m pytest tests/test_chart.py tests/envtest/test_chart.py
+
 .PHONY: soak
 soak: $(STAMP) ## 10,000 seeds of the protocol's simulation (some ten minutes)
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
@@ -108,6 +117,11 @@ proto: $(STAMP) ## generate the Python modules of proto/ again
 .PHONY: chart
 chart: $(STAMP) ## copy the CRDs and the operator's rights into the chart again
 	@$(BIN)/python -m scripts.chart
+
+.PHONY: dashboards
+dashboards: $(STAMP) ## write the chart's dashboards again
+	@scripts/packages.sh dashboards
+	@PYTHONPATH=build/packages/dashboards $(BIN)/python -m scripts.dashboards
 
 .PHONY: docs
 docs: $(STAMP) ## write the list of modules in ARCHITECTURE.md again

@@ -1,10 +1,14 @@
-"""What the chart has from elsewhere in the repository: the CRDs, and the operator's rights.
+"""What the chart has from elsewhere in the repository: CRDs, the operator's rights, its alerts.
 
 `python -m scripts.chart` writes it; check_repo.py compares. A chart can't read files outside
 of its own folder, and templates want the CRDs behind a switch.
 """
 
 from pathlib import Path
+
+import yaml
+
+from pd_operator import alerts
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = Path("charts/pdcluster")
@@ -30,6 +34,9 @@ def files(root: Path = ROOT) -> dict[Path, str]:
     rules = root / "operator" / "pd_operator" / "rbac.yaml"
     name = rules.relative_to(root).as_posix()
     made[CHART / "files" / "rbac.yaml"] = _GENERATED % name + rules.read_text()
+    said = {"groups": alerts.operator_groups()}
+    name = "operator/pd_operator/alerts.py"
+    made[CHART / "files" / "rules.yaml"] = _GENERATED % name + yaml.safe_dump(said, width=96)
     return made
 
 

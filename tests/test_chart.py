@@ -33,7 +33,12 @@ def test_what_is_generated_is_up_to_date() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["templates/crd-pdclusters.yaml", "templates/crd-pdpools.yaml", "files/rbac.yaml"],
+    [
+        "templates/crd-pdclusters.yaml",
+        "templates/crd-pdpools.yaml",
+        "files/rbac.yaml",
+        "files/rules.yaml",
+    ],
 )
 def test_a_difference_is_found(copy: Path, name: str) -> None:
     file = copy / "charts" / "pdcluster" / name

@@ -18,49 +18,49 @@ class Metrics:
     """One process's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._reconcile_s = Histogram(
             "pdcluster_operator_reconcile_seconds",
             "Time that one look at a PDCluster took, API calls included.",
             ["result"],
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._calls = Counter(
             "pdcluster_operator_api_calls",
             "Calls of the API server. Code 0: no answer.",
             ["verb", "kind", "code"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._call_s = Histogram(
             "pdcluster_operator_api_call_seconds",
             "Time that calls of the API server took, watches apart.",
             ["verb"],
             buckets=_SECONDS,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._restarts = Counter(
             "pdcluster_operator_watch_restarts",
             "Watches that ended otherwise than by their own time limit.",
             ["kind", "reason"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._decisions = Counter(
             "pdcluster_operator_scaling_decisions",
             "What was decided about the size of pools, look by look.",
             ["role", "decision", "reason"],
-            registry=self._registry,
+            registry=self.registry,
         )
         self._operations = Counter(
             "pdcluster_operator_operations",
             "What was decided and done: objects applied, scaled and deleted.",
             ["operation", "kind"],
-            registry=self._registry,
+            registry=self.registry,
         )
 
     def show(self, name: str, text: str, value: Callable[[], float]) -> None:
         """A gauge whose value is asked for at each scrape."""
-        gauge = Gauge(f"pdcluster_operator_{name}", text, registry=self._registry)
+        gauge = Gauge(f"pdcluster_operator_{name}", text, registry=self.registry)
         gauge.set_function(value)
 
     def reconciled(self, result: str, seconds: float) -> None:
@@ -83,4 +83,4 @@ class Metrics:
             self._decisions.labels(role.value, type(one).__name__.lower(), one.reason).inc()
 
     def render(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -2,7 +2,7 @@
 
     {"networkPolicies": {"enabled": true, "operators": [PEER], "clients": [PEER],
                          "monitors": [PEER]},
-     "monitors": {"enabled": true, "labels": {…}}, "rdmaResource": "rdma/ib"}
+     "monitors": {"enabled": true, "labels": {…}, "runbooks": URL}, "rdmaResource": "rdma/ib"}
 
 A PEER is {"namespaceLabels": {…}, "podLabels": {…}}: pods that NetworkPolicies let in.
 """
@@ -36,6 +36,7 @@ def parse(text: str, base: Settings) -> Settings:
         monitors_from=_peers(policies, "monitors"),
         monitors=_switch(monitors, "enabled", base.monitors),
         monitor_labels=_labels(monitors, "labels"),
+        runbooks=_text(monitors, "runbooks"),
         rdma_resource=_text(node, "rdmaResource") or base.rdma_resource,
     )
     for one in (policies, monitors, node):

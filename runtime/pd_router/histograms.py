@@ -8,14 +8,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-# Seconds: 1 ms to 120 s, each about 1.5 times the one before.
-SECONDS = (
-    *(0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075),
-    *(0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75),
-    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5),
-    *(10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 90.0, 120.0),
-)
+from pd_core.buckets import SECONDS
 
 
 class Counts:

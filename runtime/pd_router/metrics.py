@@ -48,7 +48,9 @@ class Metrics:
         self._total = self._histogram("request", "Request in to last byte out")
         self._requests = self._counter("requests", "Answered requests", "status", "endpoint")
         self._failures = self._counter("failures", "Failed requests by kind", "kind")
-        self._unauthorized = self._counter("unauthorized", "Requests without a right API key")
+        self._unauthorized = self._counter(
+            "unauthorized", "Requests without a right API key"
+        ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
@@ -64,7 +66,7 @@ class Metrics:
         self._held = self._gauge("held_requests", "Requests that wait for a first worker")
 
     def unauthorized(self) -> None:
-        self._unauthorized.labels(self.model).inc()
+        self._unauthorized.inc()
 
     def gateway(self, workers: Sequence[dict[str, Any]], queued: Queued) -> None:
         """What inference gateways read, under the names that they know: of all usable

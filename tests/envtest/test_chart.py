@@ -14,8 +14,9 @@ import yaml
 
 from e2e.cluster import build, envtest
 from e2e.cluster.envtest import EnvTest, Kube
-from pd_operator import flags
+from pd_operator import alerts, flags
 from scripts.chart import CHART, ROOT
+from tests.envtest.test_operator import MONITORING
 
 HELM_DEADLINE_S = 60
 KUBE_VERSION = "1.34.4"
@@ -33,6 +34,9 @@ def server() -> Iterator[EnvTest]:
             "labels": {"pod-security.kubernetes.io/enforce": "restricted"},
         }
         own.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        kinds = yaml.safe_dump_all(MONITORING)
+        own.kubectl("apply", "-f", "-", input=kinds)
+        own.kubectl("wait", "crd", "--all", "--for=condition=Established", "--timeout=30s")
         for name in ("default", "pdcluster"):
             account = {"name": name, "namespace": NAMESPACE}
             own.api.create({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": account})
@@ -134,24 +138,87 @@ def test_the_operator_is_let_in_to_routers() -> None:
     assert peer.pod_labels == deployment["spec"]["selector"]["matchLabels"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "nonsense=1",
-        "image.sha=x",
-        "image.digest=sha256:abc",
-        "replicas=-1",
-        "logLevel=loud",
-        "watchNamespace=Not_A_Name",
-        "networkPolicies.clients[0].podSelector.a=b",
-        "networkPolicies.clients=everybody",
-        "crds.enabled=perhaps",
-        "extraArgs[0]=resync",
-    ],
-)
+REFUSED = {
+    "nonsense=1": "at '': additional properties 'nonsense' not allowed",
+    "image.sha=x": "at '/image': additional properties 'sha' not allowed",
+    "image.digest=sha256:abc": "at '/image/digest': 'sha256:abc' does not match pattern",
+    "replicas=-1": "at '/replicas': minimum: got -1, want 0",
+    "logLevel=loud": "at '/logLevel': value must be one of 'debug', 'info', 'warning', 'error'",
+    "watchNamespace=Not_A_Name": "at '/watchNamespace': 'Not_A_Name' does not match pattern",
+    "networkPolicies.clients[0].podSelector.a=b": (
+        "at '/networkPolicies/clients/0': additional properties 'podSelector' not allowed"
+    ),
+    "networkPolicies.clients=everybody": "at '/networkPolicies/clients': got string, want array",
+    "crds.enabled=perhaps": "at '/crds/enabled': got string, want boolean",
+    "extraArgs[0]=resync": "at '/extraArgs/0': 'resync' does not match pattern '^--'",
+    "dashboards.labels.a=1": "at '/dashboards/labels/a': got number, want string",
+    "monitors.runbooks=wiki": "at '/monitors/runbooks': 'wiki' does not match pattern",
+    "metrics.rules=true": "at '/metrics/rules': got boolean, want object",
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
 def test_unknown_and_wrong_values_are_refused(wrong: str) -> None:
-    with pytest.raises(AssertionError, match="schema"):
+    with pytest.raises(AssertionError) as refused:
         rendered("--set", wrong)
+    assert REFUSED[wrong] in str(refused.value)
+
+
+def values(name: str) -> list[dict[str, Any]]:
+    return rendered("-f", str(ROOT / CHART / "ci" / f"{name}-values.yaml"))
+
+
+def test_what_watches_is_there_only_where_it_is_wanted() -> None:
+    kinds = {one["kind"] for one in rendered()}
+    assert not kinds & {"PodMonitor", "PrometheusRule", "ConfigMap", "NetworkPolicy"}
+    everything = {one["kind"] for one in values("everything")}
+    assert everything >= {"PodMonitor", "PrometheusRule", "ConfigMap", "NetworkPolicy"}
+
+
+def test_dashboards_are_config_maps_that_the_sidecar_finds() -> None:
+    found = of_kind(values("dashboards"), "ConfigMap")
+    boards = sorted((ROOT / CHART / "dashboards").glob("*.json"))
+    assert len(found) == len(boards) == 3
+    for made, path in zip(found, boards, strict=True):
+        assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+        assert made["metadata"]["annotations"] == {"grafana_folder": "PDCluster"}
+        [(name, text)] = made["data"].items()
+        assert name == f"pdcluster-{path.name}"
+        assert json.loads(text) == json.loads(path.read_text())
+
+
+def test_alerts_about_the_operator_are_those_of_the_code() -> None:
+    objects = values("monitoring")
+    [rule] = of_kind(objects, "PrometheusRule")
+    assert rule["spec"]["groups"] == alerts.operator_groups("https://wiki.example/runbooks")
+    [monitor] = of_kind(objects, "PodMonitor")
+    [deployment] = of_kind(objects, "Deployment")
+    selected = monitor["spec"]["selector"]["matchLabels"]
+    assert selected == deployment["spec"]["selector"]["matchLabels"]
+    [container] = deployment["spec"]["template"]["spec"]["containers"]
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    for one in (rule, monitor):
+        assert one["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_the_operators_policy_lets_in_monitors_and_the_test() -> None:
+    objects = values("everything")
+    [policy] = of_kind(objects, "NetworkPolicy")
+    [rule] = policy["spec"]["ingress"]
+    test, *monitors = rule["from"]
+    [pod] = of_kind(objects, "Pod")
+    assert test["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    assert monitors == [
+        {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
+            "podSelector": {},
+        },
+        {
+            "namespaceSelector": {},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+        },
+    ]
 
 
 def test_names_follow_the_release_and_fit() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pd_operator import alerts
 from pd_operator.api import InvalidCluster, Role
 from pd_operator.desired import Desired
 from pd_operator.manifests import WORKER_LABEL
@@ -110,31 +111,10 @@ def test_a_pools_handle_says_no_size() -> None:
     assert "spec" not in child(rendered(cluster()), "PDPool", "chat-decode")
 
 
-def test_alerts_follow_the_targets() -> None:
-    def alerts(**changes: Any) -> dict[str, str]:
-        rule = child(rendered(cluster(**changes)), "PrometheusRule", "chat")
-        [group] = rule["spec"]["groups"]
-        return {one["alert"]: one["expr"] for one in group["rules"]}
-
-    assert set(alerts()) == {"PDClusterNoWorkers", "PDClusterRequestsFail"}
-    missed = alerts(**{"spec.slo.ttft": {"percentile": 95, "target": "500ms"}})
-    assert missed["PDClusterTTFTMissed"].startswith("histogram_quantile(0.95, ")
-    assert missed["PDClusterTTFTMissed"].endswith(" > 0.5")
-    none = alerts(**{"spec.prefill.replicas": 0, "spec.decode.replicas": 0})
-    assert "held_requests" in none["PDClusterNoWorkers"]
-
-
-def test_metrics_of_alerts_are_those_that_routers_export() -> None:
-    from pd_router.metrics import Metrics
-
-    exported = Metrics("model").expose().decode()
-    of = cluster(**{"spec.slo": {"ttft": {"target": "1s"}, "tpot": {"target": "1s"}},
-                    "spec.prefill.replicas": 0, "spec.decode.replicas": 0})  # fmt: skip
-    [group] = child(rendered(of), "PrometheusRule", "chat")["spec"]["groups"]
-    for rule in group["rules"]:
-        for word in rule["expr"].replace("(", " ").replace("{", " ").split():
-            if word.startswith("pdcluster_router_"):
-                assert word.removesuffix("_bucket").removesuffix("_total") in exported, word
+def test_rules_are_those_of_the_alerts() -> None:
+    of = cluster(**{"spec.slo.ttft": {"percentile": 95, "target": "500ms"}})
+    rule = child(rendered(of, Settings(runbooks="https://wiki.example")), "PrometheusRule", "chat")
+    assert rule["spec"]["groups"] == alerts.groups(of, "https://wiki.example")
 
 
 def pod_of(**changes: Any) -> Manifest:

@@ -1,0 +1,80 @@
+"""What is watched of a PDCluster: what our programs export, and the rules about it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from pd_operator import alerts
+from scripts.chart import CHART, ROOT
+from tests.pd_operator.objects import cluster
+
+BOARDS = sorted((ROOT / CHART / "dashboards").glob("*.json"))
+RUNBOOKS = ROOT / "docs" / "runbooks"
+PROMISES = {
+    "spec.slo": {
+        "ttft": {"percentile": 99, "target": "500ms"},
+        "tpot": {"percentile": 95, "target": "40ms"},
+    }
+}
+_NAME = re.compile(r"(?:pdcluster[_:]|vllm:)[a-z0-9_:]*[a-z0-9]")
+_PARTS = ("_bucket", "_sum", "_count", "_total")
+
+
+def exported() -> dict[str, set[str]]:
+    """Our metrics, each with the labels that its series may have."""
+    from pd_engine.metrics import Metrics as EngineMetrics
+    from pd_operator.metrics import Metrics as OperatorMetrics
+    from pd_operator.service import Operator, Options
+    from pd_router.metrics import Metrics as RouterMetrics
+    from tests.pd_operator.fake_api import FakeApi
+
+    operator = OperatorMetrics()
+    Operator(FakeApi(), Options(identity="one", namespace="ns"), operator)
+    registries = [
+        RouterMetrics("m").registry,
+        EngineMetrics("m", "decode", "w").registry,
+        operator.registry,
+    ]
+    return {name: labels for one in registries for name, labels in _families(one)}
+
+
+def _families(registry: CollectorRegistry) -> list[tuple[str, set[str]]]:
+    found = []
+    for collector in list(registry._collector_to_names):
+        name: str = collector._name  # type: ignore[attr-defined]
+        labels = set(getattr(collector, "_labelnames", ("model", "pool")))  # the router's own
+        found.append((name, labels))
+    return found
+
+
+def used(expression: str) -> set[str]:
+    """The metrics that it names, without what a series' name says of its part."""
+    names = set(_NAME.findall(re.sub(r'"[^"]*"', '""', expression)))
+    names -= {alerts.CLUSTER_LABEL}
+    return {base(name) for name in names}
+
+
+def base(name: str) -> str:
+    for part in _PARTS:
+        name = name.removesuffix(part)
+    return name
+
+
+def rules() -> list[dict[str, Any]]:
+    """All rules that the operator and the chart can install."""
+    idle = {**PROMISES, "spec.prefill.replicas": 0, "spec.decode.replicas": 0}
+    groups = [
+        *alerts.groups(cluster(**PROMISES)),
+        *alerts.groups(cluster(**idle)),
+        *alerts.operator_groups(),
+    ]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def queries(board: Path) -> list[str]:
+    """Of a dashboard's panels, as Grafana gets them."""
+    panels = json.loads(board.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
