@@ -7,6 +7,7 @@ import click
 _COMMANDS = {
     "up": ("pd_cli.up", "Run a PDCluster on this machine, in the foreground."),
     "status": ("pd_cli.show", "Show the PDClusters that run on this machine."),
+    "top": ("pd_cli.top", "Watch a PDCluster live in a terminal."),
     "validate": ("pd_cli.validate", "Check a PDCluster file."),
     "estimate": ("pd_cli.estimate", "Estimate the size and the hand-over of a prompt's KV."),
     "advise": ("pd_cli.advise", "Say whether to take prefill and decode apart, and why."),
