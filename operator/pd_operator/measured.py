@@ -29,6 +29,14 @@ class Counters:
     overhead_s: float = 0
     ended_sequences: float = 0
     ended_tokens: float = 0
+    uncached_squared: float = 0
+    uncached_cubed: float = 0
+    prefill_s: float = 0
+    prefill_token_s: float = 0
+
+
+_LATER = ("uncached_squared", "uncached_cubed", "prefill_s", "prefill_token_s")
+"""Counters that routers of an older version don't have: they teach nothing then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +153,17 @@ def _router(data: Mapping[str, Any], read_at: float) -> RouterReading:
         read_at=read_at,
         uptime_s=_number(data["uptime_s"]),
         counters=Counters(
-            **{one.name: _number(data["counters"][one.name]) for one in fields(Counters)}
+            **{one.name: _number(_counted(data, one.name)) for one in fields(Counters)}
         ),
         queued_requests=_number(queued["requests"]),
         queued_tokens=_number(queued["tokens"]),
         queued_sequences=_number(queued["sequences"]),
         held_requests=_number(data["held_requests"]),
     )
+
+
+def _counted(data: Mapping[str, Any], name: str) -> object:
+    return data["counters"].get(name, 0) if name in _LATER else data["counters"][name]
 
 
 def _worker(data: Mapping[str, Any], read_at: float) -> WorkerReading:

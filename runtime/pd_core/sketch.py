@@ -20,6 +20,19 @@ def _bucket(value: float) -> int:
     return math.ceil(math.log(max(value, _MIN_VALUE)) / _LOG_GAMMA)
 
 
+def value(bucket: int) -> float:
+    """What a bucket's samples are, within 2%."""
+    return 2 * _GAMMA**bucket / (_GAMMA + 1)
+
+
+def share_above(counts: Mapping[int, int], limit: float) -> float | None:
+    """The share (0..1) of samples above it, by whole buckets; None without samples."""
+    total = sum(counts.values())
+    if total == 0:
+        return None
+    return sum(count for bucket, count in counts.items() if value(bucket) > limit) / total
+
+
 def quantile(counts: Mapping[int, int], q: float) -> float | None:
     """The q-quantile (0..1) of bucket counts, within 2%; None without samples."""
     total = sum(counts.values())
@@ -30,7 +43,7 @@ def quantile(counts: Mapping[int, int], q: float) -> float | None:
     for bucket in sorted(counts):
         seen += counts[bucket]
         if seen >= rank:
-            return 2 * _GAMMA**bucket / (_GAMMA + 1)
+            return value(bucket)
     raise AssertionError("counts changed while being read")
 
 
@@ -40,9 +53,9 @@ def mean_and_variation(counts: Mapping[int, int]) -> tuple[float, float] | None:
     total = sum(counts.values())
     if total == 0:
         return None
-    values = [(2 * _GAMMA**bucket / (_GAMMA + 1), count) for bucket, count in counts.items()]
-    mean = sum(value * count for value, count in values) / total
-    variance = sum((value - mean) ** 2 * count for value, count in values) / total
+    values = [(value(bucket), count) for bucket, count in counts.items()]
+    mean = sum(one * count for one, count in values) / total
+    variance = sum((one - mean) ** 2 * count for one, count in values) / total
     return mean, variance / mean**2
 
 

@@ -36,8 +36,11 @@ class Counters:
     started_requests: int = 0  # those whose first text went out
     started_tokens: int = 0
     uncached_tokens: int = 0  # of these: computed by somebody
+    uncached_squared: float = 0.0  # sums over requests: how time grows with a prompt's length
+    uncached_cubed: float = 0.0
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
+    prefill_token_s: float = 0.0  # each prompt's seconds times its uncached tokens
     overhead_s: float = 0.0  # TTFT less all waits and less the computing
     grant_wait_s: float = 0.0
     ended_sequences: int = 0
@@ -83,8 +86,11 @@ class Signals:
         counters.started_requests += 1
         counters.started_tokens += timeline.prompt_tokens
         counters.uncached_tokens += uncached
+        counters.uncached_squared += float(uncached) ** 2
+        counters.uncached_cubed += float(uncached) ** 3
         counters.prefill_queue_s += timeline.prefill_queue_s
         counters.prefill_s += timeline.prefill_s
+        counters.prefill_token_s += timeline.prefill_s * uncached
         counters.grant_wait_s += timeline.grant_wait_s
         waits_s = timeline.queue_s + timeline.prefill_queue_s + timeline.prefill_s
         counters.overhead_s += max(own_s - waits_s, 0.0)

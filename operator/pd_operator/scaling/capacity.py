@@ -7,9 +7,9 @@ by more than a factor.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
-from pd_operator.scaling.types import Work
+from pd_operator.scaling.types import PromptSums, Work
 
 HALF_LIFE_S = 1800.0
 _KNOWN_BUSY_S = 5.0  # from so much on a reading that is far off is taken for an outlier
@@ -17,6 +17,7 @@ _OUTLIER = 4.0
 # What one sequence more costs of a step with one, until batches have varied enough to
 # tell: 1-2% on GPUs, 8-14% on the CPUs that were measured.
 _PRIOR_SLOPE = 0.05
+_PRIOR_LENGTH = 0.01  # a variance of lengths, over their mean's square, that doubts a slope
 _PRIOR_WEIGHT = 1.0  # as much as a variance of one sequence squared
 
 
@@ -49,6 +50,45 @@ class Speed:
             tokens += speed * work.busy_s
             busy_s += work.busy_s
         return Speed(tokens, busy_s)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCost:
+    """How a prompt's time grows with its length: attention makes each token dearer, the
+    longer the prompt is. A line of seconds a token over tokens, weighted by tokens, so that
+    the longest decide and what tiny prompts cost at the least doesn't bend it.
+    """
+
+    sums: PromptSums = field(default_factory=PromptSums)
+
+    def learn(self, found: PromptSums, share: float, elapsed_s: float) -> "PromptCost":
+        """`found`: of the last minute; `share`: of it that is new."""
+        keep = fade(elapsed_s)
+        return PromptCost(
+            PromptSums(
+                *(
+                    getattr(self.sums, one.name) * keep + getattr(found, one.name) * share
+                    for one in fields(PromptSums)
+                )
+            )
+        )
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a token in a short prompt, and seconds a token more for each token."""
+        sums = self.sums
+        if sums.tokens <= 0 or sums.squared <= 0 or sums.seconds <= 0:
+            return 1.0, 0.0
+        length, token_s = sums.squared / sums.tokens, sums.seconds / sums.tokens
+        variance = max(sums.cubed / sums.tokens - length * length, 0.0)
+        covariance = sums.token_seconds / sums.tokens - length * token_s
+        slope = covariance / (variance + _PRIOR_LENGTH * length * length)
+        slope = min(max(slope, 0.0), token_s / length)
+        return token_s - slope * length, slope
+
+    def seconds(self, tokens: float) -> float:
+        """As measured, or in any unit while nothing is: then time grows as tokens do."""
+        token_s, more_s = self.line()
+        return tokens * (token_s + more_s * tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """PURE. decide(spec, observations, state, now) -> (state', one decision a pool).
 
-Up at once, on the last minute's demand; on the last seconds' where that is a burst (panic).
-Down only when for a whole window nothing asked for more, a step at a time. Without data, or
-with data that may be half of it, a pool never shrinks; without any it doesn't move at all.
+Up at once, on the demand that is forecast for when another worker would have started; on the
+last seconds' where that is a burst (panic). Down only when for a whole window nothing asked
+for more, a step at a time. Without data, or with data that may be half of it, a pool never
+shrinks; without any it doesn't move at all.
 """
 
 import math
@@ -11,8 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from pd_operator.api import Role
 from pd_operator.scaling import bounds, sizing
-from pd_operator.scaling.learning import learn
+from pd_operator.scaling.forecast import Ahead, Chance, Course
+from pd_operator.scaling.learning import learn, size_variation
 from pd_operator.scaling.sizing import Learned, Need
+from pd_operator.scaling.starting import Starts
 from pd_operator.scaling.types import (
     Decision,
     Flow,
@@ -32,10 +35,14 @@ GAP_S = 30.0
 PANIC = 1.5
 """A burst: the last seconds alone ask for so many times the present workers."""
 PANIC_S = 60.0
+BURST_CHANCE = 2.0
+"""Standard deviations that are taken off the last seconds' demand."""
 UP_STEP_S = 15.0
 LEAST_UP = 4
-TOLERANCE = 0.1
+TOLERANCE = 0.05
 """A fall needs room for so much more demand than there is: no see-saw at a threshold."""
+SETTLED_S = 60.0
+"""A pool had enough workers for so long: what users got meanwhile tells of the model."""
 
 _SIZERS = {
     Role.PREFILL: sizing.prefill,
@@ -52,6 +59,10 @@ class PoolState:
     learned_at: float | None = None  # the reading that was last learned from
     since: float | None = None  # the first of an unbroken row of looks with data
     seen_at: float = -math.inf  # the last of it
+    course: Course = field(default_factory=Course)  # of demand
+    starts: Starts = field(default_factory=Starts)
+    enough_since: float | None = None  # since when it has the workers that it needs
+    lasting: Need = field(default_factory=lambda: Need(None, {}))  # as the last look saw it
     wants: tuple[tuple[float, int], ...] = ()  # (when, workers) within the window
     panic_until: float = -math.inf
     up_at: float = -math.inf
@@ -90,7 +101,9 @@ def decide(
         role, size = pool.role, sizes[pool.role]
         decisions[role] = _decision(pool, size, wishes[role], reasons.get(role))
         if size > pool.replicas:
-            states[role] = replace(states[role], up_at=now)
+            serving = observations.pools.get(role, PoolSignals()).workers
+            starts = states[role].starts.ask(now, size, serving)
+            states[role] = replace(states[role], up_at=now, starts=starts)
         elif size < pool.replicas:
             states[role] = replace(states[role], down_at=now)
     return State(states), decisions
@@ -106,14 +119,49 @@ def _wish(
     if problem or flows.long is None or flows.short is None:
         return state, _Wish(pool.replicas, problem or "NoData", blind=True)
     signals = seen.pools.get(pool.role, PoolSignals())
-    if seen.read_at is not None and seen.read_at != state.learned_at:
-        elapsed_s = seen.read_at - state.learned_at if state.learned_at is not None else 0.0
-        learned = learn(state.learned, pool, seen, signals, elapsed_s)
-        state = replace(state, learned=learned, learned_at=seen.read_at)
-    needs = _needs(pool, seen, signals, (flows.long, flows.short), state.learned)
+    state = _learn(pool, seen, signals, state, now)
+    state, ahead = _forecast(pool, flows.long, state, now)
+    needs = _needs(pool, seen, signals, (flows.long, flows.short), ahead, state.learned)
     if needs is None:
         return state, _Wish(pool.replicas, "NoCapacityYet", blind=True)
+    enough = signals.workers >= (needs.steady.workers or 0)
+    since = (now if state.enough_since is None else state.enough_since) if enough else None
+    state = replace(state, enough_since=since, lasting=needs.steady)
     return _weigh(pool, needs, state, seen.complete and not signals.stale, now)
+
+
+def _learn(
+    pool: PoolSpec, seen: Observations, signals: PoolSignals, state: PoolState, now: float
+) -> PoolState:
+    """From each reading once."""
+    starts = state.starts.look(now, pool.replicas, signals.workers)
+    state = replace(state, starts=starts)
+    if seen.read_at is None or seen.read_at == state.learned_at:
+        return state
+    elapsed_s = seen.read_at - state.learned_at if state.learned_at is not None else 0.0
+    learned = learn(state.learned, pool, seen, signals, elapsed_s)
+    last, since = state.lasting, state.enough_since
+    settled = since is not None and now - since >= SETTLED_S and not last.infeasible
+    feedback = learned.feedback.learn(
+        seen.tpot if pool.role is Role.DECODE else seen.own_ttft,
+        pool.tpot if pool.role is Role.DECODE else pool.ttft,
+        hopeless=last.numbers.get("hopeless", 0.0),
+        settled=settled,
+        spare=signals.workers > (last.workers or 0),
+        elapsed_s=elapsed_s,
+    )
+    learned = replace(learned, feedback=feedback, start_s=starts.start_s)
+    return replace(state, learned=learned, learned_at=seen.read_at)
+
+
+def _forecast(pool: PoolSpec, long: Flow, state: PoolState, now: float) -> tuple[PoolState, Ahead]:
+    """Demand when a worker that is asked for now would serve; half a window is behind us."""
+    horizon_s = state.starts.start_s + pool.window_s / 2
+    decode = pool.role is Role.DECODE
+    chance = Chance(long.requests, 0.0 if decode else size_variation(state.learned))
+    demand = long.sequences if decode else long.prompt_tokens
+    course = state.course.add(now, demand, chance, horizon_s)
+    return replace(state, course=course), course.ahead(now, demand, chance, horizon_s)
 
 
 def _no_data(seen: Observations, flows: Flows, now: float) -> str:
@@ -140,19 +188,21 @@ def _needs(
     seen: Observations,
     signals: PoolSignals,
     flows: tuple[Flow, Flow],
+    ahead: Ahead,
     learned: Learned,
 ) -> _Needs | None:
     """None while it isn't known what a worker can do."""
     sizer = _SIZERS[pool.role]
     long, short = flows
-    most = Flow(
-        *(
-            max(getattr(long, name), getattr(short, name)) * (1 + TOLERANCE)
-            for name in ("requests", "sequences", "prompt_tokens")
-        )
-    )
-    sudden = _beyond_chance(short, pool.panic_window_s)
-    needs = [sizer(pool, seen, signals, flow, learned) for flow in (long, sudden, most)]
+    demand = long.sequences if pool.role is Role.DECODE else long.prompt_tokens
+    coming = _times(long, ahead.level * ahead.growth / demand if demand > 0 else 1.0)
+    variation = 0.0 if pool.role is Role.DECODE else size_variation(learned)
+    sudden = _beyond_chance(short, pool.panic_window_s, variation)
+    most = _times(coming, 1 + TOLERANCE)
+    needs = [
+        sizer(pool, seen, signals, flow, learned, margin)
+        for flow, margin in ((coming, ahead.margin), (sudden, 1.0), (most, ahead.margin))
+    ]
     awake = 1 if seen.held_requests else 0
     found = [need.workers for need in needs if need.workers is not None]
     if len(found) < len(needs):
@@ -162,16 +212,29 @@ def _needs(
             return _Needs(first, 1, 1)
         return None
     steady, burst, before_fall = (max(workers, awake) for workers in found)
-    return _Needs(
-        Need(steady, needs[0].numbers, needs[0].infeasible), burst, max(before_fall, steady)
-    )
+    numbers = {
+        **needs[0].numbers,
+        "demand": demand,
+        "level": ahead.level,
+        "growth": ahead.growth,
+        "margin": ahead.margin,
+        "horizon_s": ahead.horizon_s,
+        "correction": learned.feedback.factor,
+    }
+    if learned.feedback.late is not None:
+        numbers["late"] = learned.feedback.late
+    return _Needs(Need(steady, numbers, needs[0].infeasible), burst, max(before_fall, steady))
 
 
-def _beyond_chance(flow: Flow, window_s: float) -> Flow:
-    """A few seconds see few requests: what one standard deviation explains is no burst."""
+def _times(flow: Flow, factor: float) -> Flow:
+    return Flow(flow.requests * factor, flow.sequences * factor, flow.prompt_tokens * factor)
+
+
+def _beyond_chance(flow: Flow, window_s: float, variation: float) -> Flow:
+    """A few seconds see few requests, of few sizes: what chance explains is no burst."""
     count = flow.requests * window_s
-    share = max(0.0, 1 - 1 / math.sqrt(count)) if count > 0 else 0.0
-    return Flow(flow.requests * share, flow.sequences * share, flow.prompt_tokens * share)
+    by_chance = BURST_CHANCE * math.sqrt((1 + variation) / count) if count > 0 else 1.0
+    return _times(flow, max(0.0, 1 - by_chance))
 
 
 def _weigh(

@@ -10,11 +10,13 @@ from dataclasses import replace
 from pd_core import sketch
 from pd_operator.api import Role
 from pd_operator.scaling.capacity import fade
-from pd_operator.scaling.sizing import Learned
+from pd_operator.scaling.sizing import UNKNOWN_SPREAD, Learned
 from pd_operator.scaling.types import Observations, PoolSignals, PoolSpec
 
 _SLOW = 0.05  # how far one reading moves what is averaged
+_SLOWER = 0.02  # the same for what minutes of trouble would bend
 _SPREAD = (1.0, 4.0)
+_BUSY = 0.5  # of the largest batch within the target
 _SKETCH_S = 60.0  # what a reading's sketches go back
 _RESERVE_TOKENS = 256  # an engine sets aside so much for a sequence's output at its grant
 
@@ -36,12 +38,24 @@ def learn(
         output_tokens=_follow(learned.output_tokens, seen.output_tokens),
         overhead_s=_follow(learned.overhead_s, seen.overhead_s),
         sizes=_sizes(learned.sizes, seen.uncached, elapsed_s),
+        cost=learned.cost.learn(seen.prompts, _new_share(elapsed_s), elapsed_s),
     )
     if pool.running >= 1 and pool.kv_used_tokens > 0:
         each = pool.kv_used_tokens / (pool.running + pool.waiting_grants)
         each = min(each, _longest(made, spec, seen))
         made = replace(made, kv_each=_average(learned.kv_each, each, elapsed_s))
     return replace(made, spread=_spread(made, spec, seen, pool, elapsed_s))
+
+
+def size_variation(learned: Learned) -> float:
+    """Of prompts' lengths: the variance over the mean's square."""
+    known = sketch.mean_and_variation(learned.sizes)
+    return known[1] if known else 1.0
+
+
+def _new_share(elapsed_s: float) -> float:
+    """Of what is told about the last minute, what the reading before hadn't told yet."""
+    return min(elapsed_s / _SKETCH_S, 1.0)
 
 
 def _sizes(
@@ -51,7 +65,7 @@ def _sizes(
     and again: each look counts for its share of it, the first one in full."""
     if not found:
         return known
-    share = min(elapsed_s / _SKETCH_S, 1.0) if known else 1.0
+    share = _new_share(elapsed_s) if known else 1.0
     keep = fade(elapsed_s)
     made = {bucket: int(count * keep) for bucket, count in known.items()}
     for bucket, count in found.items():
@@ -77,10 +91,10 @@ def _follow(known: float | None, found: float | None) -> float:
     return known if known is not None else 0.0
 
 
-def _average(known: float | None, found: float, elapsed_s: float) -> float:
+def _average(known: float | None, found: float, elapsed_s: float, least: float = _SLOW) -> float:
     if known is None:
         return found
-    weight = max(_SLOW, 1 - fade(elapsed_s))
+    weight = max(least, 1 - fade(elapsed_s))
     return known + weight * (found - known)
 
 
@@ -88,8 +102,12 @@ def _spread(
     learned: Learned, spec: PoolSpec, seen: Observations, pool: PoolSignals, elapsed_s: float
 ) -> float | None:
     """How much worse the target's percentile of TPOT is than the mean step: sequences meet
-    longer batches, other prompts and pauses. So the model is corrected by what users see."""
+    longer batches, other prompts and pauses. So the model is corrected by what users see, while
+    batches are such that it matters: an idle worker's steps vary more, and harm nobody."""
     if spec.tpot is None or not pool.work:
+        return learned.spread
+    batch = pool.running / max(pool.workers, 1)
+    if batch < _BUSY * learned.line.largest_batch(spec.tpot.seconds):
         return learned.spread
     found = sketch.quantile(seen.tpot, spec.tpot.quantile)
     steps = sum(work.steps for work in pool.work)
@@ -97,4 +115,5 @@ def _spread(
     if found is None or mean_s <= 0:
         return learned.spread
     low, high = _SPREAD
-    return _average(learned.spread, min(max(found / mean_s, low), high), elapsed_s)
+    found = min(max(found / mean_s, low), high)
+    return _average(learned.spread or UNKNOWN_SPREAD, found, elapsed_s, _SLOWER)

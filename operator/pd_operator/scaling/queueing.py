@@ -7,6 +7,29 @@ close to one common queue.
 """
 
 import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """`chance` to wait at all, and the mean wait of those who do."""
+
+    chance: float
+    mean_s: float
+
+    def longer_than(self, seconds: float) -> float:
+        """The share of all requests that wait longer."""
+        if seconds < 0 or self.chance >= 1.0:
+            return 1.0
+        return self.chance * math.exp(-seconds / self.mean_s) if self.mean_s > 0 else 0.0
+
+
+def waiting(workers: int, load: float, service_s: float, variation: float) -> Waiting:
+    """`variation` is the variance of service times over the square of their mean."""
+    if load >= workers:
+        return Waiting(1.0, math.inf)
+    mean_s = service_s / (workers - load) * (1 + variation) / 2
+    return Waiting(chance_to_wait(workers, load), mean_s)
 
 
 def chance_to_wait(workers: int, load: float) -> float:
@@ -19,20 +42,3 @@ def chance_to_wait(workers: int, load: float) -> float:
     for servers in range(1, workers + 1):
         blocked = load * blocked / (servers + load * blocked)
     return blocked / (1 - load / workers * (1 - blocked))
-
-
-def wait_quantile_s(
-    quantile: float, workers: int, load: float, service_s: float, variation: float
-) -> float:
-    """The wait that so many (0..1) of all requests stay below; infinite when overloaded.
-
-    `variation` is the variance of service times over the square of their mean.
-    """
-    if load >= workers:
-        return math.inf
-    waiting = chance_to_wait(workers, load)
-    allowed = 1 - quantile
-    if waiting <= allowed:
-        return 0.0
-    mean_s = service_s / (workers - load) * (1 + variation) / 2
-    return mean_s * math.log(waiting / allowed)

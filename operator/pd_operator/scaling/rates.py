@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, fields, replace
 
 from pd_operator.api import Role
 from pd_operator.measured import Counters, RouterReading, Samples, WorkerReading
-from pd_operator.scaling.types import Flow, Flows, Observations, PoolSignals, Spec, Work
+from pd_operator.scaling.types import (
+    Flow,
+    Flows,
+    Observations,
+    PoolSignals,
+    PromptSums,
+    Spec,
+    Work,
+)
 
 AVERAGE_S = 60.0
 HEARD_S = 10.0
@@ -90,6 +98,13 @@ def observe(history: History, spec: Spec) -> Observations:
         own_ttft=latest.own_ttft,
         tpot=latest.tpot,
         uncached=latest.uncached,
+        prompts=PromptSums(
+            spent.uncached_tokens,
+            spent.uncached_squared,
+            spent.uncached_cubed,
+            spent.prefill_s,
+            spent.prefill_token_s,
+        ),
         pools=_pools(history),
     )
 

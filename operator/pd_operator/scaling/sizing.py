@@ -1,11 +1,14 @@
 """PURE. How many workers a demand needs: one simple model for each kind of pool.
 
-Prefill: the fewest workers at which the p-th percentile of the wait in the queue, over
-what computing takes, still meets the TTFT target, at most `MAX_LOAD` busy, plus what it
-takes to work a backlog off within `DRAIN_S`.
+Prefill: the fewest workers at which no more prompts than allowed wait and compute for
+longer than the TTFT target, at most `MAX_LOAD` busy, plus what it takes to work a backlog
+off within `DRAIN_S`, if it would still be there when another worker has started.
 
 Decode: concurrency (arrivals x residence) over the largest batch whose steps meet the
 TPOT target, and over what fits in KV with headroom; whichever needs more.
+
+Both for the demand that is forecast. Up to the `margin` by which forecasts have been wrong,
+they promise less: no queue may grow, and the mean step may take as long as the target.
 
 Where a target can't be met with one request alone, workers can't help: `infeasible` says
 so, and the pool is sized as for a target that can be met.
@@ -13,22 +16,28 @@ so, and the pool is sized as for a target that can be met.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pd_core import sketch
-from pd_operator.scaling.capacity import Speed, StepLine
-from pd_operator.scaling.queueing import wait_quantile_s
+from pd_operator.scaling import service
+from pd_operator.scaling.capacity import PromptCost, Speed, StepLine
+from pd_operator.scaling.feedback import Feedback
+from pd_operator.scaling.queueing import waiting
+from pd_operator.scaling.starting import UNKNOWN_S
 from pd_operator.scaling.types import Flow, Numbers, Observations, PoolSignals, PoolSpec
 
-MAX_LOAD = 0.85
+MAX_LOAD = 0.9
 DRAIN_S = 60.0
-KV_HEADROOM = 0.15
-_LEAST_WAIT_SHARE = 0.25  # of the TTFT target, for waiting, however long computing takes
+KV_HEADROOM = 0.05
+_CHANCE = 2.0
+"""Standard deviations of the KV in use that there is room for: sequences come by chance."""
+_KV_VARIATION = 1.5  # of a sequence's KV: variance over the mean's square
+_LEAST_ALLOWED = 0.25  # of who may be late, for waiting, however many are late anyway
+UNKNOWN_SPREAD = 1.15
 _LEAST_STEP = 1.25  # times a lone sequence's step: what is sized for at the least
 _MOST_BATCH = 64.0  # times the mean batch seen: no line is drawn further
 _NO_TARGET_WAIT_S = 1.0
-_UNKNOWN_VARIATION = 1.0
-_UNKNOWN_TAIL = 3.0  # of the mean, where no distribution is known
+_NO_TARGET_QUANTILE = 0.95
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,9 @@ class Learned:
     kv_each: float | None = None  # tokens of KV, a sequence
     overhead_s: float = 0.0
     sizes: Mapping[int, int] = field(default_factory=dict)  # tokens to compute, a request
+    cost: PromptCost = field(default_factory=PromptCost)
+    feedback: Feedback = field(default_factory=Feedback)
+    start_s: float = UNKNOWN_S  # from asking for a worker until it serves
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,50 +67,64 @@ class Need:
 
 
 def prefill(
-    spec: PoolSpec, seen: Observations, pool: PoolSignals, flow: Flow, learned: Learned
+    spec: PoolSpec,
+    seen: Observations,
+    pool: PoolSignals,
+    flow: Flow,
+    learned: Learned,
+    margin: float = 1.0,
 ) -> Need:
     share = learned.uncached_share
     backlog = seen.queued_tokens * share + pool.pending_tokens
     speed = learned.speed.tokens_per_s or pool.announced_tokens_per_s
     return _by_waiting(
         spec, seen, learned, requests=flow.requests, tokens=flow.prompt_tokens * share,
-        backlog=backlog, speed=speed,
+        backlog=backlog, speed=speed, serving=pool.workers, margin=margin,
     )  # fmt: skip
 
 
 def decode(
-    spec: PoolSpec, seen: Observations, pool: PoolSignals, flow: Flow, learned: Learned
+    spec: PoolSpec,
+    seen: Observations,
+    pool: PoolSignals,
+    flow: Flow,
+    learned: Learned,
+    margin: float = 1.0,
 ) -> Need:
-    waiting = pool.waiting_grants * _own_share(pool, learned) + seen.queued_sequences
-    if not (flow.sequences or pool.running or waiting):
+    waits = pool.waiting_grants * _own_share(pool, learned) + seen.queued_sequences
+    if not (flow.sequences or pool.running or waits):
         return Need(0, {"sequences_per_s": 0.0, "running": 0.0})
     line = learned.line
     if line.fit() is None:
         return Need(None, {"sequences_per_s": flow.sequences, "running": pool.running})
     batch, infeasible = _largest_batch(spec, pool, learned)
+    most, _ = _largest_batch(spec, pool, replace(learned, spread=1.0))
     room = pool.kv_tokens_each * (1 - KV_HEADROOM)
     if room > 0 and learned.kv_each:
         # Where KV lets no more run, steps are shorter than the target, and stays too.
         batch = max(min(batch, room / learned.kv_each), 1.0)
+        most = max(min(most, room / learned.kv_each), 1.0)
     step_s = line.step_s(batch) or 0.0
     predicted = flow.sequences * (learned.output_tokens or 0.0) * step_s
     present = pool.running / max(pool.workers, 1)
     # Steps that take too long keep sequences longer than they would with enough workers.
     slow = min(1.0, step_s / (line.step_s(present) or step_s)) if step_s > 0 else 1.0
-    concurrency = max(predicted, pool.running * slow) + waiting
-    by_batch = concurrency / batch
-    by_kv = concurrency * (learned.kv_each or 0.0) / room if room > 0 else 0.0
+    concurrency = max(predicted, pool.running * slow) + waits
+    by_batch = concurrency * learned.feedback.factor / batch
+    by_peak = (predicted * margin + waits) / most
+    by_kv = _with_chance(concurrency) * (learned.kv_each or 0.0) / room if room > 0 else 0.0
     return Need(
-        max(_whole(max(by_batch, by_kv)), 1),
+        max(_whole(max(by_batch, by_peak, by_kv)), 1),
         {
             "sequences_per_s": flow.sequences,
             "running": pool.running,
-            "waiting": waiting,
+            "waiting": waits,
             "concurrency": concurrency,
             "output_tokens": learned.output_tokens or 0.0,
             "batch": batch,
             "step_s": step_s,
             "by_batch": by_batch,
+            "by_peak": by_peak,
             "by_kv": by_kv,
         },
         infeasible,
@@ -115,7 +141,12 @@ def _own_share(pool: PoolSignals, learned: Learned) -> float:
 
 
 def colocated(
-    spec: PoolSpec, seen: Observations, pool: PoolSignals, flow: Flow, learned: Learned
+    spec: PoolSpec,
+    seen: Observations,
+    pool: PoolSignals,
+    flow: Flow,
+    learned: Learned,
+    margin: float = 1.0,
 ) -> Need:
     """Prompts and outputs are tokens in the same steps: both models over one line."""
     out = flow.sequences * (learned.output_tokens or 0.0)
@@ -130,11 +161,12 @@ def colocated(
     step_s = learned.line.step_s(batch) or 0.0
     speed = batch / step_s if step_s > 0 else 0.0
     need = _by_waiting(
-        spec, seen, learned, requests=flow.requests, tokens=tokens, backlog=backlog, speed=speed
-    )
+        spec, seen, learned, requests=flow.requests, tokens=tokens, backlog=backlog,
+        speed=speed, serving=pool.workers, margin=margin,
+    )  # fmt: skip
     sequences = pool.running + pool.waiting_grants + seen.queued_sequences
     room = pool.kv_tokens_each * (1 - KV_HEADROOM)
-    by_kv = sequences * (learned.kv_each or 0.0) / room if room > 0 else 0.0
+    by_kv = _with_chance(sequences) * (learned.kv_each or 0.0) / room if room > 0 else 0.0
     by_running = sequences / pool.max_running_each if pool.max_running_each else 0.0
     workers = None if need.workers is None else max(need.workers, _whole(max(by_kv, by_running)))
     numbers = {**need.numbers, "batch": batch, "by_kv": by_kv, "by_running": by_running}
@@ -150,6 +182,8 @@ def _by_waiting(
     tokens: float,
     backlog: float,
     speed: float,
+    serving: int,
+    margin: float,
 ) -> Need:
     """The fewest workers for so many tokens a second at `speed` each."""
     numbers = {"tokens_per_s": tokens, "backlog_tokens": backlog, "speed": speed}
@@ -157,48 +191,44 @@ def _by_waiting(
         return Need(0, numbers)
     if speed <= 0:
         return Need(None, numbers)
-    target_s = spec.ttft.seconds if spec.ttft else _NO_TARGET_WAIT_S
-    # What waits no longer than it may isn't a backlog.
-    excess = max(backlog - tokens * target_s, 0.0) / DRAIN_S
-    load = tokens / speed
-    least = max(_whole((tokens + excess) / speed / MAX_LOAD), 1)
+    target_s = (spec.ttft.seconds if spec.ttft else _NO_TARGET_WAIT_S) - learned.overhead_s
+    allowed = 1 - (spec.ttft.quantile if spec.ttft else _NO_TARGET_QUANTILE)
     usual = tokens / requests if requests else tokens
-    mean, tail, variation = _sizes(spec, seen, learned, usual)
-    service_s, tail_s = mean / speed, learned.overhead_s + tail / speed
-    quantile = spec.ttft.quantile if spec.ttft else 0.95
-    wait_s = target_s - tail_s
-    infeasible = spec.ttft is not None and wait_s < 0
-    wait_s = max(wait_s, _LEAST_WAIT_SHARE * target_s)
-    workers = _fewest(
-        least,
-        max(spec.maximum, least),
-        lambda count: wait_quantile_s(quantile, count, load, service_s, variation) <= wait_s,
-    )
+    prompts = service.mix(learned.sizes or seen.uncached, learned.cost, usual, speed)
+    hopeless = prompts.hopeless(target_s) if spec.ttft else 0.0
+    infeasible = hopeless > max(allowed, _ROUNDING)
+    # Those that are late anyway use up what is allowed, but for a rest that can still be met.
+    allowed = max(allowed - hopeless, allowed * _LEAST_ALLOWED)
+    load = requests * prompts.mean_s * learned.feedback.factor
+    excess = _excess(backlog, tokens, target_s, serving * speed, learned.start_s)
+    busy = max(load, tokens / speed)
+    least = max(_whole(max(busy / MAX_LOAD + excess / speed, busy * margin)), 1)
+
+    def enough(count: int) -> bool:
+        waits = waiting(count, load, prompts.mean_s, prompts.variation)
+        if spec.ttft is None:
+            return waits.longer_than(_NO_TARGET_WAIT_S) <= allowed
+        return prompts.late(target_s, waits) <= allowed
+
+    workers = _fewest(least, max(spec.maximum, least), enough)
     numbers |= {
         "load": load,
         "excess_per_s": excess,
-        "service_s": service_s,
-        "service_tail_s": tail_s,
-        "wait_budget_s": wait_s,
+        "service_s": prompts.mean_s,
+        "service_variation": prompts.variation,
+        "hopeless": hopeless,
     }
     return Need(workers, numbers, infeasible)
 
 
-def _sizes(
-    spec: PoolSpec, seen: Observations, learned: Learned, mean: float
-) -> tuple[float, float, float]:
-    """Tokens a request at the mean and at the target's percentile, and their variation.
-
-    Arrivals say the mean, which is early; computed prompts say how sizes differ: those of
-    the last half hour, since a minute hardly holds one of the hundred that p99 is about.
-    """
-    sizes = learned.sizes or seen.uncached
-    known = sketch.mean_and_variation(sizes)
-    if known is None or known[0] <= 0:
-        return mean, mean * _UNKNOWN_TAIL, _UNKNOWN_VARIATION
-    quantile = spec.ttft.quantile if spec.ttft else 0.95
-    tail = sketch.quantile(sizes, quantile) or known[0]
-    return mean, mean * tail / known[0], known[1]
+def _excess(
+    backlog: float, tokens: float, target_s: float, capacity: float, start_s: float
+) -> float:
+    """Tokens a second, beyond demand, for a backlog. What waits no longer than it may isn't
+    one; and what is gone before another worker could serve needs none."""
+    spare = max(capacity * MAX_LOAD - tokens, 0.0)
+    late = max(backlog - tokens * min(max(target_s, 0.0), DRAIN_S), 0.0)
+    return max(late - spare * start_s, 0.0) / DRAIN_S
 
 
 def _largest_batch(spec: PoolSpec, pool: PoolSignals, learned: Learned) -> tuple[float, bool]:
@@ -210,7 +240,7 @@ def _largest_batch(spec: PoolSpec, pool: PoolSignals, learned: Learned) -> tuple
         limit = min(limit, pool.max_running_each)
     if spec.tpot is None:
         return max(limit * MAX_LOAD, 1.0), False
-    step_s = spec.tpot.seconds / (learned.spread or 1.0)
+    step_s = spec.tpot.seconds / (learned.spread or UNKNOWN_SPREAD)
     infeasible = step_s < alone_s
     batch = line.largest_batch(max(step_s, alone_s * _LEAST_STEP))
     return max(min(batch, limit), 1.0), infeasible
@@ -225,6 +255,11 @@ def _fewest(least: int, most: int, enough: Callable[[int], bool]) -> int:
         else:
             least = middle + 1
     return least
+
+
+def _with_chance(sequences: float) -> float:
+    """As many as hold the KV that hardly ever more is needed of, when they come by chance."""
+    return sequences + _CHANCE * math.sqrt(sequences * (1 + _KV_VARIATION))
 
 
 def _whole(workers: float) -> int:

@@ -112,6 +112,18 @@ class PoolSignals:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptSums:
+    """Over prompts that were computed: uncached tokens n and seconds s, and sums of n x n,
+    n x n x n and n x s."""
+
+    tokens: float = 0.0
+    squared: float = 0.0
+    cubed: float = 0.0
+    seconds: float = 0.0
+    token_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Observations:
     """Everything that is known of a cluster at a moment.
 
@@ -132,6 +144,7 @@ class Observations:
     own_ttft: Sketch = field(default_factory=dict)
     tpot: Sketch = field(default_factory=dict)
     uncached: Sketch = field(default_factory=dict)  # tokens to compute, a request
+    prompts: PromptSums = field(default_factory=PromptSums)
     pools: Mapping[Role, PoolSignals] = field(default_factory=dict)
 
 

@@ -43,9 +43,10 @@ def test_a_step_up_moves_at_once_and_says_why() -> None:
     assert isinstance(found[P], Scale)
     assert found[P].reason == "MoreDemand"
     assert cluster.size(P) > before
-    assert found[P].numbers["tokens_per_s"] == 60 * PROMPT_TOKENS
+    assert found[P].numbers["demand"] == found[P].numbers["level"] == 60 * PROMPT_TOKENS
+    assert 1 < found[P].numbers["margin"] < 1.3  # little is known yet of how demand moves
     assert found[P].numbers["speed"] == pytest.approx(SPEED, rel=0.01)
-    assert "6e+04 tokens/s, 1e+04 a worker" in found[P].message
+    assert f"{found[P].numbers['tokens_per_s']:.3g} tokens/s, 1e+04 a wor" in found[P].message
 
 
 def test_a_step_down_waits_out_the_window() -> None:
@@ -136,9 +137,10 @@ def test_where_kv_bounds_the_batch_steps_are_short_and_stays_too() -> None:
     cluster = Cluster([prefill(), decode(1)])
     busy = PoolSignals(workers=1, running=10, kv_tokens_each=11_765.0, max_running_each=256)
     found = cluster.look(observations(0, 10, decode=busy))[D]
-    # 10 a second x 100 tokens x 15 ms are 15 at once, 10 a worker.
+    # 10 a second x 100 tokens x 15 ms are 15 at once; by chance up to 27, 11 a worker.
     assert found.numbers["concurrency"] == pytest.approx(15, rel=0.1)
-    assert found.replicas == 2
+    assert found.numbers["batch"] == pytest.approx(11.2, rel=0.01)
+    assert found.replicas == 3
 
 
 def test_decode_full_while_prefill_looks_slow_moves_decode() -> None:
@@ -164,7 +166,7 @@ def test_prefill_too_slow_while_decode_looks_full_does_not_move_decode() -> None
         workers=2, running=5, waiting_grants=200, kv_used_tokens=200_000, kv_tokens_each=100_000,
         max_running_each=256,
     )  # fmt: skip
-    behind = PoolSignals(workers=2, pending_tokens=2_000_000)
+    behind = PoolSignals(workers=2, pending_tokens=4_000_000)
     found = cluster.look(observations(0, 5, prefill=behind, decode=granted))
     assert found[P].replicas > 2
     assert found[D].replicas == before
@@ -173,7 +175,7 @@ def test_prefill_too_slow_while_decode_looks_full_does_not_move_decode() -> None
 @pytest.mark.parametrize("requests", [0.0, 1.0, 5.0, 17.0, 40.0, 123.0])
 def test_constant_load_settles_without_a_see_saw(requests: float) -> None:
     cluster = Cluster()
-    cluster.steady(requests, 1200)
+    cluster.steady(requests, 3600)
     assert len({sizes[P] for sizes in cluster.trail[-100:]}) == 1
     assert len({sizes[D] for sizes in cluster.trail[-100:]}) == 1
     assert cluster.reversals(P) <= 1

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from pd_core.sketch import quantile
 from pd_operator.api import Role
-from pd_operator.scaling.capacity import HALF_LIFE_S, Speed, StepLine
+from pd_operator.scaling.capacity import HALF_LIFE_S, PromptCost, Speed, StepLine
 from pd_operator.scaling.learning import learn
-from pd_operator.scaling.queueing import chance_to_wait, wait_quantile_s
+from pd_operator.scaling.queueing import chance_to_wait, waiting
 from pd_operator.scaling.sizing import Learned
-from pd_operator.scaling.types import PoolSignals, Work
+from pd_operator.scaling.types import PoolSignals, PromptSums, Work
 from tests.pd_operator.scaling.world import (
     BASE_S,
     POLL_S,
@@ -37,26 +37,28 @@ def test_erlangs_c(workers: int, load: float, expected: float) -> None:
 
 def test_the_wait_of_one_server_with_exponential_service_is_exact() -> None:
     """M/M/1: P(W > t) = load x exp(-(1 - load) t / service)."""
-    found = wait_quantile_s(0.99, 1, 0.8, 2.0, 1.0)
-    assert 0.8 * math.exp(-0.2 * found / 2.0) == pytest.approx(0.01)
+    found = waiting(1, 0.8, 2.0, 1.0)
+    for seconds in (0.0, 1.0, 20.0):
+        assert found.longer_than(seconds) == pytest.approx(0.8 * math.exp(-0.2 * seconds / 2.0))
 
 
 def test_waits_at_the_ends() -> None:
-    assert wait_quantile_s(0.99, 4, 4.0, 1.0, 1.0) == math.inf
-    assert wait_quantile_s(0.5, 10, 1.0, 1.0, 1.0) == 0.0
-    assert wait_quantile_s(0.99, 3, 0.0, 1.0, 1.0) == 0.0
+    assert waiting(4, 4.0, 1.0, 1.0).longer_than(1e9) == 1.0
+    assert waiting(3, 0.0, 1.0, 1.0).longer_than(0.1) == 0.0
+    assert waiting(3, 1.0, 1.0, 1.0).longer_than(-0.1) == 1.0
+    assert waiting(3, 1.0, 0.0, 0.0).longer_than(0.1) == 0.0
 
 
 @given(
     st.integers(1, 200), st.floats(0, 150), st.floats(0.001, 10), st.floats(0, 20),
-    st.floats(0.5, 0.999), st.floats(1, 3),
+    st.floats(0, 100), st.floats(1, 3),
 )  # fmt: skip
 def test_more_workers_wait_less_and_more_load_more(
-    workers: int, load: float, service_s: float, variation: float, quantile: float, more: float
+    workers: int, load: float, service_s: float, variation: float, seconds: float, more: float
 ) -> None:
-    here = wait_quantile_s(quantile, workers, load, service_s, variation)
-    assert wait_quantile_s(quantile, workers + 1, load, service_s, variation) <= here
-    assert wait_quantile_s(quantile, workers, load * more, service_s, variation) >= here - 1e-9
+    here = waiting(workers, load, service_s, variation).longer_than(seconds)
+    assert waiting(workers + 1, load, service_s, variation).longer_than(seconds) <= here
+    assert waiting(workers, load * more, service_s, variation).longer_than(seconds) >= here - 1e-9
 
 
 def did(tokens_per_s: float, busy_s: float = POLL_S, warm: bool = True) -> Work:
@@ -129,8 +131,8 @@ def test_a_quiet_minute_teaches_nothing_and_forgets_nothing() -> None:
 
 def test_what_users_see_corrects_the_model() -> None:
     """The p99 of TPOT is twice the mean step: the batch has to be smaller."""
-    seen = observations(0, 5, tpot=sketch([0.030] * 100))
-    busy = PoolSignals(workers=1, running=10, work=(steps(10),))
+    seen = observations(0, 5, tpot=sketch([0.045] * 100))
+    busy = PoolSignals(workers=1, running=25, work=(steps(25),))
     learned = Learned()
     for _ in range(200):
         learned = learn(learned, decode(), seen, busy, POLL_S)
@@ -167,3 +169,39 @@ def test_prefill_learns_speed_and_not_steps() -> None:
     assert learned.speed.tokens_per_s == 100
     assert learned.line.fit() is None
     assert prefill().role is Role.PREFILL
+
+
+def sums(prompts: list[tuple[float, float]]) -> PromptSums:
+    """Of (tokens, seconds)."""
+    return PromptSums(
+        sum(n for n, _ in prompts),
+        sum(n * n for n, _ in prompts),
+        sum(n**3 for n, _ in prompts),
+        sum(s for _, s in prompts),
+        sum(n * s for n, s in prompts),
+    )
+
+
+def test_long_prompts_cost_more_a_token() -> None:
+    """100 us a token, and attention: a prompt of 100,000 tokens takes 30 s, not 10."""
+    prompts = [(n, n * (1e-4 + 2e-9 * n)) for n in (100, 1000, 10_000, 50_000, 100_000)]
+    cost = PromptCost().learn(sums(prompts * 4), 1.0, 0.0)
+    assert cost.seconds(100_000) == pytest.approx(30.0, rel=0.1)
+    assert cost.seconds(1000) == pytest.approx(0.102, rel=0.15)
+
+
+def test_without_measurements_time_grows_as_tokens_do() -> None:
+    assert PromptCost().seconds(2000) == 2 * PromptCost().seconds(1000)
+
+
+def test_prompts_that_were_all_alike_tell_no_slope() -> None:
+    cost = PromptCost().learn(sums([(1000, 0.1)] * 50), 1.0, 0.0)
+    assert cost.seconds(4000) == pytest.approx(0.4)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e5), st.floats(1e-4, 100)), min_size=1, max_size=20))
+def test_a_longer_prompt_never_takes_less(prompts: list[tuple[float, float]]) -> None:
+    cost = PromptCost().learn(sums(prompts), 1.0, 0.0)
+    times = [cost.seconds(tokens) for tokens in (1, 10, 1000, 1e5)]
+    assert times == sorted(times)
+    assert times[0] >= 0

@@ -1,0 +1,152 @@
+"""Covers scaling.decide over longer stories, with workers that take their time to start: a slow
+ramp is met ahead of time, silence after load, pods that never start, chance around a threshold,
+what users got."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from pd_operator.api import Role
+from pd_operator.scaling.types import Observations, PoolSignals, Target
+from tests.pd_operator.scaling.world import (
+    POLL_S,
+    PROMPT_TOKENS,
+    SPEED,
+    Cluster,
+    decode,
+    observations,
+    prefill,
+    sketch,
+)
+
+P, D = Role.PREFILL, Role.DECODE
+
+
+@dataclass
+class Slow:
+    """A cluster whose workers serve `start_s` after they were asked for."""
+
+    start_s: float
+    cluster: Cluster = field(default_factory=Cluster)
+    born: dict[Role, list[float]] = field(default_factory=lambda: {P: [-1e9] * 2, D: [-1e9] * 2})
+
+    def serving(self, role: Role) -> int:
+        return sum(self.cluster.now - born >= self.start_s for born in self.born[role])
+
+    def look(self, requests: float) -> None:
+        signals = {
+            P: PoolSignals(workers=self.serving(P)),
+            D: PoolSignals(workers=self.serving(D), kv_tokens_each=1e6, max_running_each=256),
+        }
+        self.cluster.look(observations(0, requests, prefill=signals[P], decode=signals[D]))
+        for role, born in self.born.items():
+            size = self.cluster.size(role)
+            del born[size:]
+            born.extend([self.cluster.now] * (size - len(born)))
+
+    def run(self, demand: Callable[[float], float], for_s: float) -> list[tuple[float, int]]:
+        """(load of prefill in workers, workers that serve) at each look."""
+        begin, found = self.cluster.now, []
+        while self.cluster.now < begin + for_s:
+            requests = demand(self.cluster.now - begin)
+            self.look(requests)
+            found.append((requests * PROMPT_TOKENS / SPEED, self.serving(P)))
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_s", [60.0, 180.0, 300.0])
+def test_a_slow_ramp_is_met_before_it_is_there(start_s: float) -> None:
+    """From 10 to 70 requests a second within an hour: never are there too few workers, and
+    at the end not many too many."""
+    slow = Slow(start_s)
+    slow.run(lambda _: 10.0, 900)
+    seen = slow.run(lambda at: 10 + at / 60, 3600)
+    assert all(load < serving for load, serving in seen)
+    assert seen[-1][1] <= 11
+    starts = slow.cluster.state.pools[P].starts
+    assert starts.measured_s == pytest.approx(start_s, abs=POLL_S)
+    assert slow.cluster.last[P].numbers["horizon_s"] == pytest.approx(start_s + 30, abs=POLL_S)
+
+
+def test_silence_after_load_still_lets_go_of_workers() -> None:
+    """No request, so no percentile, no length, no share of anything: zero is zero."""
+    cluster = Cluster()
+    cluster.steady(60, 600)
+    nothing = Observations(
+        complete=True, read_at=0.0, flows=observations(0, 0).flows,
+        pools={role: PoolSignals(workers=2) for role in Role},
+    )  # fmt: skip
+    for _ in range(300):
+        cluster.look(nothing)
+    assert cluster.trail[-1] == {P: 1, D: 1}
+
+
+def test_pods_that_never_start_ask_for_no_more_pods() -> None:
+    cluster = Cluster([prefill(2), decode(4)])
+    stuck = PoolSignals(workers=2, pending_tokens=5000)
+    for _ in range(700):
+        cluster.look(observations(0, 30, prefill=stuck))
+    sizes = [sizes[P] for sizes in cluster.trail[50:]]
+    assert max(sizes) == min(sizes) <= 6
+    assert len(cluster.state.pools[P].starts.asked) <= 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_chance_around_a_threshold_turns_it_once_in_ten_minutes_at_most(seed: int) -> None:
+    """Poisson arrivals at a rate at which one worker more or less is as good."""
+    chance = random.Random(seed)
+    cluster = Cluster()
+    moves: list[tuple[float, int]] = []
+    for _ in range(720):
+        before = cluster.size(P)
+        requests = 33.5 + chance.gauss(0, math.sqrt(33.5 / 60))
+        cluster.look(observations(0, requests, burst=33.5 + chance.gauss(0, math.sqrt(3.35))))
+        if cluster.size(P) != before:
+            moves.append((cluster.now, cluster.size(P) - before))
+    turns = [b[0] for a, b in itertools.pairwise(moves) if (a[1] > 0) != (b[1] > 0)]
+    assert all(later - earlier >= 600 for earlier, later in itertools.pairwise(turns))
+
+
+@pytest.mark.slow
+def test_late_requests_add_workers_and_good_times_take_them_back() -> None:
+    """The model says 4 are enough; a twentieth of all requests says they aren't."""
+    cluster = Cluster()
+    cluster.steady(25, 1500)
+    usual = cluster.size(P)
+    late = {"own_ttft": sketch([0.2] * 95 + [4.0] * 5)}
+    for _ in range(240):
+        serving = PoolSignals(workers=cluster.size(P))
+        cluster.look(observations(0, 25, prefill=serving, **late))
+    assert cluster.size(P) > usual
+    assert cluster.last[P].numbers["correction"] > 1.1
+    assert cluster.last[P].numbers["late"] == pytest.approx(0.05)
+    for _ in range(3000):
+        serving = PoolSignals(workers=cluster.size(P))
+        cluster.look(observations(0, 25, prefill=serving, own_ttft=sketch([0.2] * 100)))
+    assert cluster.size(P) <= usual
+
+
+def test_late_for_want_of_workers_that_still_start_teaches_nothing() -> None:
+    cluster = Cluster([prefill(2), decode()])
+    late = sketch([4.0] * 100)
+    for _ in range(60):
+        cluster.look(observations(0, 60, prefill=PoolSignals(workers=2), own_ttft=late))
+    assert cluster.last[P].numbers["correction"] == 1.0
+
+
+def test_the_same_tokens_in_few_long_prompts_need_more_workers() -> None:
+    """An average hides them: who comes behind a prompt of 9 s waits for it."""
+    goal = Target(99, 1.3)
+    alike, mixed = (Cluster([prefill(2, ttft=goal), decode()]) for _ in range(2))
+    long = sketch([500.0] * 190 + [10_000.0] * 10)
+    for _ in range(240):
+        alike.look(observations(0, 22))
+        mixed.look(observations(0, 22, uncached=long))
+    assert mixed.size(P) > alike.size(P)
+    variations = [one.last[P].numbers["service_variation"] for one in (alike, mixed)]
+    assert variations[0] < 1 < variations[1]
