@@ -10,6 +10,7 @@ _COMMANDS = {
     "top": ("pd_cli.top", "Watch a PDCluster live in a terminal."),
     "validate": ("pd_cli.validate", "Check a PDCluster file."),
     "estimate": ("pd_cli.estimate", "Estimate the size and the hand-over of a prompt's KV."),
+    "explain": ("pd_cli.explain", "Say why a PDCluster's pools have the sizes that they have."),
     "advise": ("pd_cli.advise", "Say whether to take prefill and decode apart, and why."),
     "simulate": ("pd_cli.simulate", "Simulate a trace of requests on a cluster."),
     "down": ("pd_cli.down", "End a PDCluster that runs on this machine."),

@@ -46,6 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> Flags:
         resync_s=found.resync_s,
         runners=found.runners,
         settings=_settings(found),
+        record_scaling=found.record_scaling,
     )
     return Flags(
         options, found.kubeconfig, found.host, found.metrics_port, found.health_port,
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--resync-s", type=_seconds, default=RESYNC_S, help="look at all again")
     parser.add_argument("--runners", type=_count, default=RUNNERS, help="PDClusters at a time")
     levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--record-scaling", default="", help="a file for what sizes come from")
     parser.add_argument("--log-level", choices=levels, default="info")
     return parser
 

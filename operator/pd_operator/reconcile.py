@@ -1,6 +1,5 @@
 """The line: observe -> scale -> desired -> plan -> apply each -> status -> requeue."""
 
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +29,9 @@ from pd_operator.podparts import Manifest, Settings
 from pd_operator.replicas import Standing
 from pd_operator.scaler import Scaler
 from pd_operator.scaling import telling
+from pd_operator.scaling.explaining import Told, line, told
 from pd_operator.scaling.spec import is_scaled
-from pd_operator.scaling.types import Decision, Scale
+from pd_operator.scaling.types import Decision, Hold, Scale
 
 log = logging.getLogger("pd_operator.reconcile")
 
@@ -115,6 +115,9 @@ class Listener:
     def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
         """How large each pool is to be, and why."""
 
+    def told(self, one: Told) -> None:
+        """A pool's decision is another one than before."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
@@ -175,12 +178,14 @@ class Reconciler:
         self._scaler = scaler or Scaler()
         self._written_at: dict[Key, datetime] = {}
         self._calm: dict[Key, _Calm] = {}
+        self._told: dict[Key, dict[Role, str]] = {}
         self._rendered: dict[tuple[object, ...], Desired] = {}
 
     def forget(self, key: Key) -> None:
         """The object is gone."""
         self._written_at.pop(key, None)
         self._calm.pop(key, None)
+        self._told.pop(key, None)
         self._scaler.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -256,14 +261,26 @@ class Reconciler:
         found += telling.notices(decisions, before, status.timestamp(self._clock()))
         for notice in found:
             log.info("cluster=%s/%s %s: %s", *key, notice.reason, notice.text)
-        for role, one in decisions.items():
-            if isinstance(one, Scale):
-                numbers = json.dumps(dict(one.numbers))
-                log.info("cluster=%s/%s role=%s reason=%s %s", *key, role, one.reason, numbers)
         if found:
             self._listener.notices(document, found)
         self._listener.decided(key, decisions)
+        self._tell(key, before, decisions)
         return replace(sizes, written=bool(writes))
+
+    def _tell(
+        self, key: Key, before: Mapping[Role, Standing], decisions: Mapping[Role, Decision]
+    ) -> None:
+        """Each change of a size or of its reason, once, with all its numbers."""
+        known, now = self._told.setdefault(key, {}), status.timestamp(self._clock())
+        for role, one in decisions.items():
+            if isinstance(one, Hold) and known.get(role) == one.reason:
+                continue
+            known[role] = one.reason
+            said = told(f"{key.namespace}/{key.name}", role.value, before[role].replicas, one, now)
+            if one.reason != "FixedReplicas":
+                self._listener.told(said)
+            if isinstance(one, Scale):
+                log.info("%s", line(said))
 
     async def _write_pools(self, key: Key, cluster: Cluster, seen: Observed, sizes: _Sizes) -> None:
         """Seeds PDPools that were made just now, and says what runs of each."""

@@ -7,11 +7,12 @@ looked for a whole window.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pd_operator.api import Cluster, Role
 from pd_operator.measured import Samples
 from pd_operator.replicas import Standing
+from pd_operator.scaling import recording
 from pd_operator.scaling.decide import State, decide
 from pd_operator.scaling.rates import History, extend, observe
 from pd_operator.scaling.spec import is_scaled, longest_window_s, spec_of
@@ -30,9 +31,15 @@ class _Memory:
 class Scaler(Generic[Key]):
     """`look` for each reconcile; `forget` when the object is gone."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is the one that dates the samples."""
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        record: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """`clock` is the one that dates the samples. `record` hears of each look at a pool
+        that is scaled (`scaling.recording`)."""
         self._clock = clock
+        self._record = record
         self._memories: dict[Key, _Memory] = {}
 
     def look(
@@ -48,7 +55,11 @@ class Scaler(Generic[Key]):
             memory = self._memories[key] = _Memory(cluster.uid)
         memory.history = extend(memory.history, samples, longest_window_s(spec))
         seen = observe(memory.history, spec)
-        memory.state, decisions = decide(spec, seen, memory.state, self._clock())
+        now = self._clock()
+        memory.state, decisions = decide(spec, seen, memory.state, now)
+        if self._record is not None:
+            name = f"{cluster.namespace}/{cluster.name}/{cluster.uid}"
+            self._record(recording.to_json(recording.Look(name, now, spec, samples), decisions))
         return decisions
 
     def forget(self, key: Key) -> None:

@@ -4,16 +4,19 @@ It knows nothing of kopf: `handlers` starts and stops it. Tests run it as it is.
 """
 
 import asyncio
+import json
 import logging
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pd_operator import apierrors, kept, rollout, store
 from pd_operator.api import Role
 from pd_operator.events import Recorder
 from pd_operator.informer import Informer
+from pd_operator.journal import Journal
 from pd_operator.keys import Key
 from pd_operator.kube import Kube, Request, Transport
 from pd_operator.kubebackend import KubeBackend
@@ -25,6 +28,7 @@ from pd_operator.podparts import Manifest, Settings
 from pd_operator.queue import Again, Queue
 from pd_operator.reconcile import RESYNC_S, Listener, Pace, Reconciler
 from pd_operator.resources import PDCLUSTER, Resource
+from pd_operator.scaler import Scaler
 from pd_operator.scaling.types import Decision
 from pd_operator.scraper import Scraper
 from pd_operator.territory import HANDOVER_S, Territory
@@ -36,6 +40,7 @@ RUNNERS = 8
 GATHER_S = 0.1
 """Changes of children come in bursts; the object's own are acted on at once."""
 CONFLICT_S = 0.2
+RECORDING_BYTES = 256 << 20
 JITTER = (0.8, 1.2)
 
 
@@ -53,6 +58,15 @@ class Options:
     settings: Settings = field(default_factory=Settings)
     pace: Pace = field(default_factory=Pace)
     handover_s: float = HANDOVER_S
+    record_scaling: str = ""  # a file, for `pdcluster explain --replay`
+
+
+def _scaler(options: Options) -> Scaler[Key]:
+    """One that keeps what it decides from, where that was asked for."""
+    if not options.record_scaling:
+        return Scaler()
+    journal = Journal(Path(options.record_scaling), RECORDING_BYTES)
+    return Scaler(record=lambda look: journal.add(json.dumps(look)))
 
 
 class Operator(Listener):
@@ -86,6 +100,7 @@ class Operator(Listener):
             listener=self,
             pace=options.pace,
             read_samples=self._scraper.read,
+            scaler=_scaler(options),
         )
         self._queue = Queue(self._work)
         self._looked_at: dict[Key, float] = {}

@@ -10,21 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from pd_operator import api, httpget
+from pd_operator.journal import Journal
 from pd_operator.keys import Key
 from pd_operator.local import support
 from pd_operator.local.container import Backoff, Publication
 from pd_operator.local.kubelet import Kubelet, Listener, Places
 from pd_operator.local.network import ClientPort
 from pd_operator.local.pod import Pod
-from pd_operator.local.state import MemoryFolder, StateFolder, cache_root, state_root
+from pd_operator.local.state import (
+    DECISIONS,
+    MemoryFolder,
+    StateFolder,
+    cache_root,
+    state_root,
+)
 from pd_operator.modelfiles import MODELS_VOLUME
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_LABEL, ROUTER
 from pd_operator.queue import Queue
+from pd_operator.reconcile import Listener as ReconcileListener
 from pd_operator.reconcile import Pace, Reconciler, World
 from pd_operator.replicas import Write
 from pd_operator.routerparts import NO_LIVE_PAGE
+from pd_operator.scaling.explaining import Told, line
 from pd_operator.status import timestamp
 
 _PACE = Pace(glance_s=5.0, status_s=0.0)
@@ -108,7 +117,12 @@ class LocalCluster:
             )
             self._claims = claims.pop_all()
         self._backend = LocalBackend(self._kubelet, self._save_soon)
-        self._queue = Queue(Reconciler(self._backend, options.settings, pace=_PACE).reconcile)
+        journal = Journal(self.logs / DECISIONS)
+        journal.clear()  # those of an `up` before
+        reconciler = Reconciler(
+            self._backend, options.settings, pace=_PACE, listener=_Decisions(journal)
+        )
+        self._queue = Queue(reconciler.reconcile)
         self._key: Key | None = None
         self._cluster: api.Cluster | None = None
         self._save_timer: asyncio.TimerHandle | None = None
@@ -258,6 +272,16 @@ def is_ready(document: Manifest) -> bool:
     return status.get("observedGeneration") == document["metadata"]["generation"] and any(
         one["type"] == "Ready" and one["status"] == "True" for one in status["conditions"]
     )
+
+
+class _Decisions(ReconcileListener):
+    """Keeps why pools have the sizes that they have."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def told(self, one: Told) -> None:
+        self._journal.add(line(one))
 
 
 class _Relay(Listener):

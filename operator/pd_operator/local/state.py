@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _STATE, _LOCK = "state.json", "lock"
+DECISIONS = "scaling.jsonl"
+"""Among a cluster's logs: why its pools have the sizes that they have."""
 _MEMORY_PREFIX = "pdcluster-"
 
 
