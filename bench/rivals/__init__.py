@@ -5,7 +5,7 @@ pd_sim.look, and are told what a well-informed operator would write into their s
 `Profile` holds one worker's true capacity at the targets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pd_operator.api import Role
 from pd_sim.look import Look
@@ -17,22 +17,34 @@ PAIR = (Role.PREFILL, Role.DECODE)
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one worker can do within the targets, for requests of these mean lengths."""
+    """What one worker can do within the targets, for requests of these mean lengths. `fill`:
+    the share of it that an operator lets a rival use, by whatever that rival calls it."""
 
+    perf: Perf
+    tpot_s: float
+    context: float  # tokens of a sequence, halfway
     prompt_tokens_s: float  # of prefill, flat out
     batch: int  # of decode, within TPOT
-    step_s: float  # at that batch
+    fill: float = 1.0
+
+    def filled(self, fill: float) -> "Profile":
+        return replace(
+            self,
+            prompt_tokens_s=self.prompt_tokens_s * fill,
+            batch=max(round(self.batch * fill), 1),
+            fill=fill,
+        )
 
     @property
-    def output_tokens_s(self) -> float:
-        return self.batch / self.step_s
+    def step_s(self) -> float:
+        return self.perf.step_s(self.batch, self.batch * self.context)
 
 
 def profile(perf: Perf, goal: Goal, prompt: float, output: float) -> Profile:
     context = prompt + output / 2
     batch = max(perf.most_within(goal.tpot_s, context), 1)
     tokens = max(round(prompt), 1)
-    return Profile(tokens / perf.prompt_s(tokens), batch, perf.step_s(batch, batch * context))
+    return Profile(perf, goal.tpot_s, context, tokens / perf.prompt_s(tokens), batch)
 
 
 def load(seen: Look, role: Role) -> float:

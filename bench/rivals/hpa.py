@@ -46,9 +46,9 @@ class Hpa:
         return max(want, min(pool.asked, max(size for _, size in self.wishes[role])))
 
 
-def queue_length() -> Hpa:
+def queue_length(known: Profile) -> Hpa:
     """On requests that wait; 3 a pod, where GKE's guide for LLM servers begins (3 to 5)."""
-    return Hpa(lambda seen, role: seen.pools[role].queue, dict.fromkeys(PAIR, 3.0))
+    return Hpa(lambda seen, role: seen.pools[role].queue, dict.fromkeys(PAIR, 3.0 * known.fill))
 
 
 @dataclass
@@ -64,12 +64,14 @@ class _Busy:
         return (pool.busy_s - busy_s) / max(seen.now - at, 1e-9)
 
 
-def utilization() -> Hpa:
+def utilization(known: Profile) -> Hpa:
     """On the GPUs' duty cycle, 70%. A decode worker with one sequence is at 100%."""
-    return Hpa(_Busy(), dict.fromkeys(PAIR, 0.70))
+    return Hpa(_Busy(), dict.fromkeys(PAIR, 0.70 * known.fill))
 
 
 def keda(known: Profile) -> Hpa:
-    """A prometheus trigger a pool: waiting prompts with the threshold 5 of vLLM's
-    production stack, running sequences with the batch that meets TPOT; cooldown 360 s."""
-    return Hpa(load, {Role.PREFILL: 5.0, Role.DECODE: float(known.batch)}, 15.0, 360.0)
+    """A prometheus trigger a pool: prompts with the threshold 5 of vLLM's production stack,
+    running sequences with the batch that meets TPOT. KEDA drives an HPA; its cooldown (360 s
+    there) is for the last pod alone, so the way down is the HPA's own."""
+    targets = {Role.PREFILL: 5.0 * known.fill, Role.DECODE: float(known.batch)}
+    return Hpa(load, targets)

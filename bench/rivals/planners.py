@@ -1,11 +1,15 @@
 """Autoscalers that compare demand with capacity.
 
-Analyzer (as llm-d's workload-variant-autoscaler does it): tokens in use or waiting against
-what replicas hold; up when demand / 0.85 is more than there is, down by one when demand /
-0.70 is less; every 30 s, and while pods load nothing more is asked for.
+Analyzer (as llm-d's workload-variant-autoscaler does it): demand, at its highest of the last
+minute, against what replicas can do; up when demand / 0.85 is more than there is, down by one
+when demand / 0.70 is less; every 30 s, and while pods load nothing more is asked for. It goes
+by KV and queues where prefill and decode are one; here prefill's demand is tokens a second.
 
-Throughput planner (as NVIDIA Dynamo's SLA planner does it): every 180 s, last interval's
-load as the next one's; replicas = ceil(demand / capacity of one) from profiles.
+Throughput planner (docs.nvidia.com/dynamo, planner design): every 180 s, last interval's
+load as the next one's (its predictor "constant"); prefill = ceil(tokens a second / profiled
+throughput), decode = ceil(output tokens a second / the best profiled throughput within the
+ITL target over a correction, measured / expected ITL). Prefill's correction is at most 1, for
+prefix caches; these show in the uncached tokens already.
 """
 
 import math
@@ -13,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bench.rivals import PAIR, Profile
+from pd_core import sketch
 from pd_operator.api import Role
 from pd_operator.measured import Counters
 from pd_sim.look import Look
@@ -56,15 +61,18 @@ class Analyzer:
 
     def __post_init__(self) -> None:
         self._rates = _Rates()
+        self._before = dict.fromkeys(PAIR, 0.0)
 
     def sizes(self, seen: Look) -> Mapping[Role, int]:
         tokens, _, _ = self._rates.since(seen)
-        demand = {
+        now = {
             Role.PREFILL: tokens / self.known.prompt_tokens_s,
             Role.DECODE: (seen.pools[Role.DECODE].running + seen.pools[Role.DECODE].queue)
             / self.known.batch,
         }
-        return {role: self._size(seen, role, demand[role]) for role in PAIR}
+        highest = {role: max(now[role], self._before[role]) for role in PAIR}
+        self._before = now
+        return {role: self._size(seen, role, highest[role]) for role in PAIR}
 
     def _size(self, seen: Look, role: Role, demand: float) -> int:
         pool = seen.pools[role]
@@ -88,5 +96,16 @@ class ThroughputPlanner:
         tokens, _, output = self._rates.since(seen)
         return {
             Role.PREFILL: max(math.ceil(tokens / self.known.prompt_tokens_s), 1),
-            Role.DECODE: max(math.ceil(output / self.known.output_tokens_s), 1),
+            Role.DECODE: max(math.ceil(output / self._output_tokens_s(seen)), 1),
         }
+
+    def _output_tokens_s(self, seen: Look) -> float:
+        """The best that a profile shows within the corrected target."""
+        known, pool = self.known, seen.pools[Role.DECODE]
+        batch = max(round(pool.running / max(pool.serving, 1)), 1)
+        expected_s = known.perf.step_s(batch, batch * known.context)
+        measured = sketch.mean_and_variation(seen.samples.tpot)
+        correction = measured[0] / expected_s if measured else 1.0
+        best = max(known.perf.most_within(known.tpot_s / correction, known.context), 1)
+        filled = max(round(best * known.fill), 1)
+        return filled / known.perf.step_s(filled, filled * known.context)

@@ -18,8 +18,8 @@ def made(name: str) -> Scaler:
     plan = pair()
     found: dict[str, Scaler] = {
         "ours": Slo(plan.pools, plan.goal),
-        "hpa_queue": hpa.queue_length(),
-        "hpa_utilization": hpa.utilization(),
+        "hpa_queue": hpa.queue_length(KNOWN),
+        "hpa_utilization": hpa.utilization(KNOWN),
         "keda": hpa.keda(KNOWN),
         "analyzer": planners.Analyzer(KNOWN),
         "planner": planners.ThroughputPlanner(KNOWN),
