@@ -5,6 +5,7 @@ import importlib
 import click
 
 _COMMANDS = {
+    "serve": ("pd_cli.serve", "Serve a model on this machine with one worker, in the foreground."),
     "up": ("pd_cli.up", "Run a PDCluster on this machine, in the foreground."),
     "status": ("pd_cli.show", "Show the PDClusters that run on this machine."),
     "top": ("pd_cli.top", "Watch a PDCluster live in a terminal."),

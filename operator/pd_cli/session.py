@@ -39,18 +39,31 @@ def run(file: Path, options: Options, when_ready: WhenReady | None = None) -> in
 
     With `when_ready` somebody waits for the cluster: it has to get ready within a bound.
     """
-    if sys.platform != "linux":
-        click.echo("running a PDCluster on this machine needs Linux", err=True)
-        return FAILED
     stamp = _stamp(file)
     try:
         body = document.load(file)
-        cluster = check(body)
-    except (document.BadFile, InvalidCluster) as error:
+    except document.BadFile as error:
         report(file, error)
         return BAD_FILE
+    return _run(body, _Session(file, stamp, options, when_ready), str(file))
+
+
+def run_document(body: dict[str, Any], options: Options) -> int:
+    """The exit code, as with `run`, of a document that is in no file."""
+    return _run(body, _Session(None, None, options, None), "the model")
+
+
+def _run(body: dict[str, Any], session: "_Session", named: str) -> int:
+    if sys.platform != "linux":
+        click.echo("running a PDCluster on this machine needs Linux", err=True)
+        return FAILED
     try:
-        return asyncio.run(_Session(file, stamp, options, when_ready).run(cluster, body))
+        cluster = check(body)
+    except InvalidCluster as error:
+        report(named, error)
+        return BAD_FILE
+    try:
+        return asyncio.run(session.run(cluster, body))
     except (AlreadyRunning, AddressTaken, Failed) as error:
         click.echo(str(error), err=True)
         return FAILED
@@ -85,7 +98,7 @@ def _missing_model(cluster: Cluster) -> None:
         raise InvalidCluster([FieldError("spec.model.source.hostPath", problem, remedy)])
 
 
-def report(file: Path, error: document.BadFile | InvalidCluster) -> None:
+def report(file: Path | str, error: document.BadFile | InvalidCluster) -> None:
     """Every mistake on a line of its own."""
     if isinstance(error, InvalidCluster):
         for one in error.errors:
@@ -95,8 +108,14 @@ def report(file: Path, error: document.BadFile | InvalidCluster) -> None:
 
 
 class _Session:
+    """`file` None: the document is the caller's own, and stays as it is."""
+
     def __init__(
-        self, file: Path, seen: "_Stamp | None", options: Options, when_ready: WhenReady | None
+        self,
+        file: Path | None,
+        seen: "_Stamp | None",
+        options: Options,
+        when_ready: WhenReady | None,
     ) -> None:
         self._file = file
         self._seen = seen
@@ -138,9 +157,10 @@ class _Session:
         stopped = asyncio.create_task(self._stop.wait())
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(local.run()),
-            asyncio.create_task(self._watch(local)),
             asyncio.create_task(self._announce(local)),
         ]
+        if self._file is not None:
+            tasks.append(asyncio.create_task(self._watch(self._file, local)))
         pending: set[asyncio.Task[Any]] = {stopped, *tasks}
         try:
             while not stopped.done():
@@ -167,37 +187,37 @@ class _Session:
         if self._when_ready is not None and not await self._when_ready(local):
             self._stop.set()
 
-    async def _watch(self, local: LocalCluster) -> None:
+    async def _watch(self, file: Path, local: LocalCluster) -> None:
         """Edits of the file, by polling: an editor may replace it or write it in place."""
         while True:
             await asyncio.sleep(_POLL_S)
-            stamp = _stamp(self._file)
+            stamp = _stamp(file)
             if stamp != self._seen:
                 self._seen = stamp
-                await self._edited(local)
+                await self._edited(file, local)
 
-    async def _edited(self, local: LocalCluster) -> None:
+    async def _edited(self, file: Path, local: LocalCluster) -> None:
         before = local.document()
         try:
-            body = document.load(self._file)
+            body = document.load(file)
             check(body)
             local.submit(body)
         except (document.BadFile, InvalidCluster) as error:
-            report(self._file, error)
-            click.echo(f"{self._file}: not applied; what runs stays as it is", err=True)
+            report(file, error)
+            click.echo(f"{file}: not applied; what runs stays as it is", err=True)
             self._unsettled = True
             return
         if local.document() is not before:
-            self._terminal.line(f"{self._file}: changed, applying")
+            self._terminal.line(f"{file}: changed, applying")
             self._unsettled = True
         if self._unsettled:
-            await self._settled(local)
+            await self._settled(file, local)
 
-    async def _settled(self, local: LocalCluster) -> None:
+    async def _settled(self, file: Path, local: LocalCluster) -> None:
         """Tells when the file is in effect, unless the next edit comes first."""
-        while _stamp(self._file) == self._seen:
+        while _stamp(file) == self._seen:
             if is_ready(local.document()):
-                self._terminal.line(f"{self._file}: in effect")
+                self._terminal.line(f"{file}: in effect")
                 self._unsettled = False
                 return
             await asyncio.sleep(_SETTLE_POLL_S)

@@ -24,7 +24,7 @@ def cli(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "status", "validate", "down", "logs", "quickstart", "estimate"]
+    "command", ["serve", "up", "status", "validate", "down", "logs", "quickstart", "estimate"]
 )
 def test_help(command: str) -> None:
     code, said = cli(command, "--help")
