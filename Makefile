@@ -15,7 +15,7 @@ LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-inde
 # Each has an image, and so a lock of its own: a part of all.lock.
 IMAGES := operator router engine
 # What only one target needs: installed for it, beside the environment.
-TOOLS := browser clients dashboards
+TOOLS := browser clients dashboards docs
 PORT ?= 8000
 JOBS ?= 2
 
@@ -124,8 +124,11 @@ dashboards: $(STAMP) ## write the chart's dashboards again
 	@PYTHONPATH=build/packages/dashboards $(BIN)/python -m scripts.dashboards
 
 .PHONY: docs
-docs: $(STAMP) ## write the list of modules in ARCHITECTURE.md again
+docs: $(STAMP) ## write again what of the pages is made of the code, and build them into build/site
 	@$(BIN)/python -m scripts.module_list
+	@$(BIN)/python -m scripts.reference
+	@scripts/packages.sh docs
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=build/packages/docs $(BIN)/python -m mkdocs build --strict --quiet
 
 .PHONY: lock
 lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from scripts import chart, module_list
+from scripts import chart, module_list, reference
 from scripts.generate_proto import generate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,6 +96,22 @@ def stale_module_list(root: Path = ROOT) -> list[str]:
     return [f"{document}: its list of modules is out of date; run: make docs"]
 
 
+def stale_reference(root: Path = ROOT) -> list[str]:
+    differing = reference.stale(root)
+    return [f"{root / name}: differs from the code; run: make docs" for name in differing]
+
+
+def broken_links(files: Iterable[Path]) -> list[str]:
+    """Of pages: to files that aren't there. mkdocs knows those of docs/ alone."""
+    found = []
+    for file in files:
+        if file.suffix == ".md":
+            for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text()):
+                if "://" not in target and not (file.parent / target).exists():
+                    found.append(f"{file}: links to {target}, which isn't there")
+    return found
+
+
 def stale_chart(root: Path = ROOT) -> list[str]:
     differing = chart.stale(root)
     return [
@@ -173,6 +189,8 @@ def main() -> int:
         stale_proto,
         stale_lock,
         stale_module_list,
+        stale_reference,
+        lambda: broken_links(files),
         stale_chart,
     ]
     found = [finding for check in checks for finding in check()]

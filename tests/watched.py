@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-
 from pd_operator import alerts
+from scripts import exports
 from scripts.chart import CHART, ROOT
 from tests.pd_operator.objects import cluster
 
@@ -25,29 +24,8 @@ _PARTS = ("_bucket", "_sum", "_count", "_total")
 
 def exported() -> dict[str, set[str]]:
     """Our metrics, each with the labels that its series may have."""
-    from pd_engine.metrics import Metrics as EngineMetrics
-    from pd_operator.metrics import Metrics as OperatorMetrics
-    from pd_operator.service import Operator, Options
-    from pd_router.metrics import Metrics as RouterMetrics
-    from tests.pd_operator.fake_api import FakeApi
-
-    operator = OperatorMetrics()
-    Operator(FakeApi(), Options(identity="one", namespace="ns"), operator)
-    registries = [
-        RouterMetrics("m").registry,
-        EngineMetrics("m", "decode", "w").registry,
-        operator.registry,
-    ]
-    return {name: labels for one in registries for name, labels in _families(one)}
-
-
-def _families(registry: CollectorRegistry) -> list[tuple[str, set[str]]]:
-    found = []
-    for collector in list(registry._collector_to_names):
-        name: str = collector._name  # type: ignore[attr-defined]
-        labels = set(getattr(collector, "_labelnames", ("model", "pool")))  # the router's own
-        found.append((name, labels))
-    return found
+    found = exports.exported().values()
+    return {one.name: set(one.labels) for some in found for one in some}
 
 
 def used(expression: str) -> set[str]:
