@@ -159,6 +159,12 @@ class Load:
             if not stream.over.done():
                 stream.over.set_result(None)
 
+    async def answering(self) -> None:
+        """Waits until so many first tokens have come as there are streams."""
+        async with asyncio.timeout(_DEADLINE_S):
+            while len(self.counts.ttft_s) < self._shape.live and not self.counts.wrong:
+                await asyncio.sleep(0.02)
+
     async def finish(self) -> None:
         """Waits until each stream's answer has come."""
         for stream in self._streams:

@@ -251,16 +251,19 @@ class RouterApp:
         del body
         self._check_model(ask.model)
         exchange.when_gone(partial(_client_gone, exchange, stop))
+        left_s = self._left(record) + _DEADLINE_MARGIN_S
+        timer = asyncio.get_running_loop().call_later(left_s, self._too_late, stop)
         try:
-            async with asyncio.timeout(self._left(record) + _DEADLINE_MARGIN_S):
-                await self._run(exchange, ask, record)
-        except TimeoutError:
-            message = f"The request took longer than {self._settings.request_timeout_s:.0f} s."
-            raise RequestFailure(FailureKind.DEADLINE, message) from None
+            await self._run(exchange, ask, record)
         finally:
+            timer.cancel()
             exchange.when_gone(None)
             if record.run is not None:
                 record.run.cancel()
+
+    def _too_late(self, stop: "_Stop") -> None:
+        message = f"The request took longer than {self._settings.request_timeout_s:.0f} s."
+        stop.now(Failure(FailureKind.DEADLINE, message))
 
     async def _run(self, exchange: Exchange, ask: Ask, record: Record) -> None:
         if ask.stream and exchange.http_version == "1.0":

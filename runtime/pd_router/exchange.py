@@ -25,7 +25,8 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 
 
 class Pipe(Protocol):
-    """Sends pieces of a body whose head is out, at once and without waiting."""
+    """Sends pieces of a body whose head is out, without waiting: at the end of this round of
+    the loop, and before anything that the request's coroutine then sends."""
 
     @property
     def blocked(self) -> bool:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 _ORDINAL = re.compile(r"-(\d+)$")
@@ -70,6 +71,12 @@ class LoadReport:
         return bool(self.queued or self.running or self.pending_tokens)
 
 
+@lru_cache(maxsize=4096)
+def _ordinal(name: str) -> int:
+    match = _ORDINAL.search(name)
+    return int(match.group(1)) if match else _NO_ORDINAL
+
+
 @dataclass(slots=True)
 class WorkerView:
     """One worker as the policy sees it.
@@ -103,8 +110,7 @@ class WorkerView:
     @property
     def ordinal(self) -> int:
         """The pod's number in its set; scale-in takes the highest first."""
-        match = _ORDINAL.search(self.id.name)
-        return int(match.group(1)) if match else _NO_ORDINAL
+        return _ordinal(self.id.name)
 
     @property
     def pool_tokens(self) -> int:

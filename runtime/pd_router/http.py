@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
 from pd_router.errors import ApiError
 from pd_router.settings import Address
@@ -116,7 +117,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(400, msg, "invalid_http")
 
     def _pipe(self) -> "Pipe":
-        return Pipe(self.transport, self.flow, self.cycle)
+        return Pipe(self.transport, self.flow, self.cycle, self.server_state.flusher)
 
     def _when_gone(self, callback: Callable[[], None] | None) -> None:
         self.flow.resume_reading()  # a large body may have stopped it
@@ -155,17 +156,42 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
+class Flusher:
+    """Empties pipes that were written to, all in one callback of the loop: what a worker's
+    message holds for a client, however many tokens, is one chunk and one call of the kernel."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._full: list[Pipe] = []
+
+    def add(self, pipe: "Pipe") -> None:
+        if not self._full:
+            self._loop.call_soon(self._flush)
+        self._full.append(pipe)
+
+    def _flush(self) -> None:
+        full, self._full = self._full, []
+        for pipe in full:
+            pipe.flush()
+
+
 class Pipe:
     """Pieces of one chunked answer, straight to its connection (`exchange.Pipe`)."""
 
-    __slots__ = ("_cycle", "_flow", "_send")
+    __slots__ = ("_cycle", "_flow", "_flusher", "_pieces", "_send")
 
     def __init__(
-        self, transport: asyncio.Transport, flow: FlowControl, cycle: RequestResponseCycle
+        self,
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        cycle: RequestResponseCycle,
+        flusher: Flusher,
     ) -> None:
         self._send = transport.write
         self._flow = flow
         self._cycle = cycle
+        self._flusher = flusher
+        self._pieces: list[bytes] = []
 
     @property
     def blocked(self) -> bool:
@@ -173,8 +199,24 @@ class Pipe:
         return self._flow.write_paused or cycle.disconnected or cycle.response_complete
 
     def write(self, before: bytes, text: bytes, after: bytes) -> None:
-        size = len(before) + len(text) + len(after)
-        self._send(b"%x\r\n%b%b%b\r\n" % (size, before, text, after))
+        pieces = self._pieces
+        if not pieces:
+            self._flusher.add(self)
+        pieces += (before, text, after)
+
+    def flush(self) -> None:
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        if not (self._cycle.disconnected or self._cycle.response_complete):
+            self._send(b"%x\r\n%b\r\n" % (len(body), body))
+
+
+class _State(ServerState):
+    """What the connections of a server share. Made in the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flusher = Flusher(asyncio.get_running_loop())
 
 
 class HttpServer(uvicorn.Server):
@@ -195,6 +237,7 @@ class HttpServer(uvicorn.Server):
                 proxy_headers=False,  # who asks is known by keys, never by addresses
             )
         )
+        self.server_state = _State()
         self._sockets = [sock, *more]
         self._stop = asyncio.Event()
         host, port = sock.getsockname()[:2]

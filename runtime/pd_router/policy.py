@@ -144,14 +144,15 @@ class _Choice:
         self._partners: dict[WorkerId, list[WorkerView]] = {}
 
     def make(self, decoders: Sequence[WorkerView], *, may_be_local: bool) -> Placement:
-        best = min(self._rank(w) for w in decoders)
-        liked = [w for w in decoders if self._rank(w) == best]
+        ranks = [self._rank(w) for w in decoders]
+        best = min(ranks)
+        liked = [w for w, rank in zip(decoders, ranks, strict=True) if rank == best]
         if self._routing.policy == "cost":
             shortlist, why = self._shortlist(liked)
         else:
             shortlist, why = [self._by_name(liked)], self._routing.policy.replace("_", " ")
         options = [o for w in shortlist for o in self._options(w, may_be_local=may_be_local)]
-        chosen = min(options, key=lambda option: option.key)
+        chosen = options[0] if len(options) == 1 else min(options, key=lambda option: option.key)
         chosen = self._unless_local_gains_little(chosen, options)
         return self._placement(chosen, options, liked, why)
 
@@ -179,6 +180,8 @@ class _Choice:
         own = self._session_owner(decoders)
         if own is not None:
             return [own], "its session is there"
+        if len(decoders) == 1:
+            return list(decoders), "soonest"
         if self._chance.alone:
             return sorted(decoders, key=self._decode_key)[:_SHORTLIST], "soonest"
         return affinity.two_of(decoders, self._chance.lot), "sooner of two drawn"

@@ -70,8 +70,9 @@ def figures(peers: dict[str, float]) -> Figures:
     for name, factor in {"ours": 1.0, **peers}.items():
         for live in (32, 128, 256):
             found.add(name, f"tokens_s_{live}", 100.0 * factor)
+            found.add(name, f"wall_tokens_s_{live}", 90.0 * factor)
             found.add(name, f"us_per_token_{live}", 10.0 * factor)
-        for kind in ("requests_s", "us_per_request", "mb_at_2000"):
+        for kind in ("requests_s", "wall_requests_s", "us_per_request", "mb_at_2000"):
             found.add(name, kind, 50.0 * factor)
         for live in (1, 32):
             found.add(name, f"ttft_p99_{live}", 2.0 * factor)
