@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pd_sim.advice import Advice, Way
+    from pd_sim.advice import Advice, Bursts, Way
     from pd_sim.trace import Trace
 
 _BAD_INPUT = 2
@@ -27,6 +27,8 @@ _ANSWERS = {
 )  # fmt: skip
 @click.option("--prompt-tokens", default="500-2000", show_default=True, help="Without a trace.")
 @click.option("--output-tokens", default="200", show_default=True, help="Without a trace.")
+@click.option("--bursts", help="Without a trace: 10x16000-32000/60 are 10 such prompts at once, "
+              "every 60 s, beside the others.")  # fmt: skip
 @click.option("--rate", type=click.FloatRange(0, min_open=True), default=4.0, show_default=True,
               help="Requests a second, without a trace.")  # fmt: skip
 @click.option("--requests", type=click.IntRange(min=10), default=1000, show_default=True)
@@ -46,6 +48,7 @@ def command(
     trace_path: Path | None,
     prompt_tokens: str,
     output_tokens: str,
+    bursts: str | None,
     rate: float,
     requests: int,
     times: int,
@@ -73,7 +76,7 @@ def command(
                 found = trace.faster(trace.read(lines), times).head(requests)
         else:
             spans = _span(prompt_tokens), _span(output_tokens)
-            found = advice.made_up(*spans, rate, requests)
+            found = advice.made_up(*spans, rate, requests, _bursts(bursts))
         said = {"model": model, "gpu": gpu, "gpusPerWorker": gpus_per_worker}
         asked = advice.Question(
             found,
@@ -95,6 +98,17 @@ def command(
         return
     for line in _text(made, found, gpus_per_worker):
         click.echo(line)
+
+
+def _bursts(text: str | None) -> "Bursts | None":
+    from pd_sim.advice import Bursts
+
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)x([\d-]+)/(\d+)", text)
+    if not match or not (int(match[1]) and int(match[3])):
+        raise ValueError(f"{text!r}: like 10x16000-32000/60")
+    return Bursts(int(match[1]), _span(match[2]), float(match[3]))
 
 
 def _span(text: str) -> tuple[int, int]:

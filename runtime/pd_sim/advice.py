@@ -23,6 +23,7 @@ from pd_sim.trace import Request, Trace
 ATTAINMENT = 0.99
 CHUNKS = (256, 512, 2048)
 _FEWEST_WORKERS = 4
+_REPLACED_S = 120.0
 _SMALL_TEAM_GAIN = 0.7  # so few GPUs of the others' it has to take to be worth two pools
 
 
@@ -70,8 +71,22 @@ def advise(asked: Question) -> Advice:
     return Advice(answer, tuple(reasons), ways, exposed_s, hurt)
 
 
+@dataclass(frozen=True, slots=True)
+class Bursts:
+    """So many prompts at once, again and again, beside the others."""
+
+    count: int
+    prompt: tuple[int, int]
+    every_s: float
+
+
 def made_up(
-    prompt: tuple[int, int], output: tuple[int, int], a_second: float, count: int, seed: int = 8
+    prompt: tuple[int, int],
+    output: tuple[int, int],
+    a_second: float,
+    count: int,
+    bursts: Bursts | None = None,
+    seed: int = 8,
 ) -> Trace:
     """Poisson arrivals with lengths between bounds, evenly on a logarithmic scale: as many
     of 100 to 200 tokens as of 1,000 to 2,000."""
@@ -80,7 +95,12 @@ def made_up(
         at_s += chance.exponential(1 / a_second)
         lengths = (_between(chance, *prompt), _between(chance, *output))
         requests.append(Request(at_s, *lengths))
-    return Trace(tuple(requests))
+    if bursts is not None:
+        for number in range(1, int(at_s / bursts.every_s) + 1):
+            for _ in range(bursts.count):
+                lengths = (_between(chance, *bursts.prompt), _between(chance, *output))
+                requests.append(Request(number * bursts.every_s, *lengths))
+    return Trace(tuple(sorted(requests, key=lambda one: one.at_s)))
 
 
 def split_plan(asked: Question, prefill: int, decode: int) -> Plan:
@@ -107,11 +127,15 @@ def _between(chance: Chance, low: int, high: int) -> int:
 
 def _apart(asked: Question) -> Way:
     def best(workers: int) -> tuple[float, str, Result]:
-        found = [
-            (run(split_plan(asked, p, workers - p), asked.trace, Fixed()), p)
-            for p in _splits(asked, workers)
-        ]
-        result, prefill = max(found, key=lambda one: one[0].attainment)
+        prefill, tried = _first_split(asked, workers), dict[int, Result]()
+        while 1 <= prefill < workers and prefill not in tried:
+            result = run(split_plan(asked, prefill, workers - prefill), asked.trace, Fixed())
+            tried[prefill] = result
+            if result.attainment >= ATTAINMENT:
+                break
+            # Towards the pool whose target is missed more often.
+            prefill += 1 if result.ttft_attainment < result.tpot_attainment else -1
+        prefill, result = max(tried.items(), key=lambda one: one[1].attainment)
         return result.attainment, f"{prefill}:{workers - prefill}", result
 
     return _way("apart", asked, best, 2)
@@ -148,16 +172,15 @@ def _way(name: str, asked: Question, best: _Best, fewest: int) -> Way:
     return Way(name, attainment, high, setting, result)
 
 
-def _splits(asked: Question, workers: int) -> list[int]:
-    """Around the share of the work that prompts are."""
+def _first_split(asked: Question, workers: int) -> int:
+    """Prefill workers by the share of the work that prompts are."""
     requests = asked.trace.requests
     prompt_s = sum(asked.perf.prompt_s(one.prompt_tokens) for one in requests)
     context = sum(one.prompt_tokens + one.output_tokens / 2 for one in requests) / len(requests)
     batch = max(asked.perf.most_within(asked.goal.tpot_s, context), 1)
     step_s = asked.perf.step_s(batch, batch * context)
     decode_s = sum(one.output_tokens for one in requests) * step_s / batch
-    middle = round(workers * prompt_s / (prompt_s + decode_s))
-    return sorted({min(max(middle + by, 1), workers - 1) for by in (-1, 0, 1)})
+    return min(max(round(workers * prompt_s / (prompt_s + decode_s)), 1), workers - 1)
 
 
 def _exposed_s(asked: Question) -> float:
@@ -168,20 +191,21 @@ def _exposed_s(asked: Question) -> float:
 
 
 def _hurt(asked: Question, ways: Sequence[Way]) -> tuple[float, float]:
-    """All workers, of which one dies after a third and is back after two minutes."""
-    at_s = asked.trace.seconds / 3
-    apart_split = int(ways[0].setting.partition(":")[0] or 1)
-    prefill = min(max(apart_split, 1), asked.workers - 1)
-    plans = (
-        (split_plan(asked, prefill, asked.workers - prefill), Role.DECODE),
-        (together_plan(asked, asked.workers, CHUNKS[1]), Role.COLOCATED),
+    """All workers, of which one dies after a third and is back after two minutes: apart, one
+    of the pool that suffers more."""
+    prefill = min(max(int(ways[0].setting.partition(":")[0] or 1), 1), asked.workers - 1)
+    apart = split_plan(asked, prefill, asked.workers - prefill)
+    together = together_plan(asked, asked.workers, CHUNKS[1])
+    return (
+        min(_without_one(asked, apart, role) for role in (Role.PREFILL, Role.DECODE)),
+        _without_one(asked, together, Role.COLOCATED),
     )
-    found = []
-    for plan, role in plans:
-        slow = tuple(replace(pool, start_s=120.0) for pool in plan.pools)
-        hurt = replace(plan, pools=slow, faults=(Fault(at_s, role, 0),))
-        found.append(run(hurt, asked.trace, Fixed()).attainment)
-    return found[0], found[1]
+
+
+def _without_one(asked: Question, plan: Plan, role: Role) -> float:
+    slow = tuple(replace(pool, start_s=_REPLACED_S) for pool in plan.pools)
+    fault = Fault(asked.trace.seconds / 3, role, 0)
+    return run(replace(plan, pools=slow, faults=(fault,)), asked.trace, Fixed()).attainment
 
 
 def _judge(
@@ -202,7 +226,8 @@ def _judge(
         return simple, [
             f"two pools to look after for {1 - share:.0%} of the GPUs: not with a small team"
         ]
-    return "yes", [_compared(apart, better, "costs less")]
+    what = "costs less" if apart.needs else "gets more in time"
+    return "yes", [_compared(apart, better, what)]
 
 
 def _less(one: Way, other: Way) -> bool:

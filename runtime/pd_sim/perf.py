@@ -10,7 +10,7 @@ short contexts don't show them.
 import bisect
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pd_core.geometry import ModelKv
 from pd_core.known_models import KnownModel
@@ -59,15 +59,19 @@ class Perf:
     kv_token_s: float  # reading one token's KV in a decode step
     steps_s: tuple[float, ...]  # by batch 0..MAX_BATCH, KV reads left out
     note: str = ""
+    host_s: float = 0.0  # of a step, which no computing hides; 0: measured times hold it
 
     def prompt_s(self, tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0) -> float:
         """A prompt alone; with chunks each pays the floor. 0: all in one step."""
         chunk = min(chunk_tokens or tokens, tokens)
         whole, rest = divmod(tokens, chunk)
-        linear_s = whole * max(self.floor_s, chunk * self.token_s)
+        linear_s = whole * self._chunk_s(chunk)
         if rest:
-            linear_s += max(self.floor_s, rest * self.token_s)
+            linear_s += self._chunk_s(rest)
         return linear_s + self.pair_s * tokens * (cached_tokens + tokens / 2)
+
+    def _chunk_s(self, tokens: int) -> float:
+        return self.host_s + max(self.floor_s - self.host_s, tokens * self.token_s)
 
     def step_s(self, batch: int, kv_tokens: float) -> float:
         return self.steps_s[min(batch, MAX_BATCH)] + self.kv_token_s * kv_tokens
@@ -97,9 +101,12 @@ def from_data_sheet(model: KnownModel, gpu: Gpu, gpus: int) -> Perf:
     flops, bandwidth = gpu.flops * gpus, gpu.bandwidth_bytes_s * gpus
     weights_bytes = 2 * model.active_parameters
     token_s = 2 * model.active_parameters / (flops * _COMPUTE_SHARE)
-    read_s = _HOST_S + weights_bytes / (bandwidth * _BANDWIDTH_SHARE)
-    steps = tuple(max(read_s, batch * token_s) for batch in range(MAX_BATCH + 1))
-    return _perf(model, gpu, gpus, read_s, token_s, _COMPUTE_SHARE, steps, "from data sheets")
+    read_s = weights_bytes / (bandwidth * _BANDWIDTH_SHARE)
+    steps = tuple(_HOST_S + max(read_s, batch * token_s) for batch in range(MAX_BATCH + 1))
+    found = _perf(
+        model, gpu, gpus, _HOST_S + read_s, token_s, _COMPUTE_SHARE, steps, "from data sheets"
+    )
+    return replace(found, host_s=_HOST_S)
 
 
 def fit(model: KnownModel, gpu: Gpu, gpus: int, measured: Measured) -> Perf:

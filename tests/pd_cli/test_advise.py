@@ -26,10 +26,20 @@ def test_an_answer_with_its_evidence() -> None:
     assert set(made["ways"]) == {"apart", "chunks", "whole"}
 
 
+def test_bursts_are_beside_the_others() -> None:
+    code, said = advise(*ARGUMENTS, "--gpus", "2", "--bursts", "5x1000-2000/3")
+    assert code == 0
+    count = int(said.splitlines()[-1].split()[0])
+    assert count > 60
+    assert (count - 60) % 5 == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("--gpus", "4", "--prompt-tokens", "9-1"), "'9-1'"),
+        (("--gpus", "4", "--bursts", "many"), "like 10x16000-32000/60"),
+        (("--gpus", "4", "--bursts", "0x1-2/3"), "like 10x16000-32000/60"),
         (("--gpus", "4", "--link", "string"), "link 'string'"),
         (("--gpus", "1", "--gpus-per-worker", "2"), "make no worker"),
     ],

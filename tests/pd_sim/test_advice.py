@@ -1,8 +1,10 @@
-"""Situations of which people ask whether to disaggregate: two in which it pays, four in which
-it doesn't; and that each answer's key number is what a simulation gives.
+"""Situations of which people ask whether to disaggregate: five in which it pays, four in which
+it doesn't, and the same with one thing changed; each answer's key number is what a simulation
+of its own gives.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,19 @@ import pytest
 from pd_core.estimate import LINKS, link
 from pd_core.known_models import KNOWN_MODELS
 from pd_sim import perf
-from pd_sim.advice import ATTAINMENT, Advice, Question, advise, made_up, split_plan, together_plan
+from pd_sim.advice import (
+    ATTAINMENT,
+    Advice,
+    Bursts,
+    Question,
+    advise,
+    made_up,
+    split_plan,
+    together_plan,
+)
 from pd_sim.scalers import Fixed, Goal
 from pd_sim.simulation import run
-from pd_sim.trace import Trace
+from pd_sim.trace import Trace, read
 
 PERF = perf.from_data_sheet(KNOWN_MODELS["llama-3-8b"], perf.GPUS["h100"], 1)
 FAST = LINKS["rdma-400g"]
@@ -24,24 +35,32 @@ def question(trace: Trace, workers: int = 8, tpot_s: float = 0.018, **fields: An
     return Question(trace, PERF, workers=workers, **made | fields)
 
 
+RAG = made_up((4000, 12_000), (40, 80), 12, 400)
+CHAT = made_up((500, 4000), (150, 250), 16, 400)
+MANY_CHATS = made_up((500, 4000), (150, 250), 32, 300)
+BURSTS = Bursts(12, (12_000, 24_000), 15.0)
+QUIET = ((200, 800), (150, 250), 8, 300)
 YES = {
     "wide spread of prompt lengths": question(
         made_up((100, 16_000), (150, 250), 16, 500), 16, tpot_s=0.0125
     ),
-    "prefill-heavy": question(made_up((4000, 12_000), (40, 80), 12, 400), 16, tpot_s=0.0125),
+    "strict TPOT": question(CHAT, 16, tpot_s=0.0125),
+    "prefill-heavy": question(RAG, 16, tpot_s=0.0125),
+    "bursts of long prompts": question(made_up(*QUIET, BURSTS), 8, goal=Goal(5.0, 0.016)),
+    "many GPUs": question(made_up((1000, 8000), (100, 300), 40, 300), 32, tpot_s=0.015),
 }
 SHORT = made_up((60, 200), (200, 400), 10, 400)
-WIDE = made_up((100, 16_000), (150, 250), 2, 200)
+WIDE = made_up((100, 16_000), (150, 250), 4, 200)
 NO = {
     "two or three GPUs": question(WIDE, workers=3),
     "all prompts short": question(SHORT, tpot_s=0.03),
-    "a slow link between sites": question(
-        made_up((4000, 12_000), (40, 80), 12, 400), 16, 0.0125, link=link("1Gbit/s")
-    ),
-    "little engineering capacity": question(SHORT, tpot_s=0.02, small_team=True),
+    "a slow link between sites": question(RAG, 16, 0.0125, link=link("1Gbit/s")),
+    "little engineering capacity": question(MANY_CHATS, 16, 0.014, small_team=True),
 }
 _KEY = {
     "two or three GPUs": "too few workers",
+    "little engineering capacity": "not with a small team",
+    "strict TPOT": "costs less",
     "all prompts short": "prompts are all short",
     "a slow link between sites": "the link is too slow",
     "prefill-heavy": "prefill-heavy",
@@ -81,11 +100,44 @@ def test_it_does_not_pay(name: str) -> None:
     check(NO[name], made)
 
 
+COUNTER = {
+    "the same over a fast link": (replace(NO["a slow link between sites"], link=FAST), True),
+    "with people to look after it": (
+        replace(NO["little engineering capacity"], small_team=False), True,
+    ),
+    "time for each token": (question(CHAT, 16, tpot_s=0.05), False),
+    "no bursts": (question(made_up(*QUIET), 8, goal=Goal(5.0, 0.016)), False),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_a_counter_example_turns_the_answer() -> None:
-    """The same requests over the slow link and over the fast one."""
-    slow = NO["a slow link between sites"]
-    assert advise(replace(slow, link=FAST)).answer == "yes"
+@pytest.mark.parametrize("name", COUNTER)
+def test_a_counter_example_turns_the_answer(name: str) -> None:
+    """One thing about a situation is another, and so is the answer."""
+    asked, pays = COUNTER[name]
+    made = advise(asked)
+    assert (made.answer == "yes") is pays, made.reasons
+    check(asked, made)
+
+
+@pytest.mark.slow
+def test_with_three_workers_a_failure_hurts_more_apart() -> None:
+    """One of the pool that suffers more is gone for two minutes."""
+    apart, together = advise(NO["two or three GPUs"]).failure_attainment
+    assert apart < together - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["azure_excerpt.csv", "mooncake_excerpt.jsonl"])
+def test_published_traces_get_an_answer_that_simulations_bear_out(file: str) -> None:
+    lines = (Path(__file__).parent / "data" / file).read_text().splitlines()
+    asked = question(read(lines), 8, goal=Goal(30.0, 0.05))
+    made = advise(asked)
+    assert made.reasons
+    check(asked, made)
+    needs = {way.name: way.needs for way in made.ways}
+    fewer = (needs["apart"] or 99) < min(needs["chunks"] or 99, needs["whole"] or 99)
+    assert (made.answer == "yes") is fewer
 
 
 def test_made_up_lengths_keep_their_bounds() -> None:
