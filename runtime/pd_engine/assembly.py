@@ -13,6 +13,7 @@ from pd_engine.announce import Announcer
 from pd_engine.blocks import BlockPool
 from pd_engine.bundle import make_bundle
 from pd_engine.core import EngineCore
+from pd_engine.guide import Guides
 from pd_engine.health import Health
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import KvPlane, KvSettings
@@ -38,6 +39,7 @@ class Loaded:
     runner: Runner
     pool: SharedMemory | None  # its pool's memory, if others may read it
     bundle: pb.TokenizerBundle
+    guides: Guides | None  # None: the tokenizer is of a kind that no grammar goes with
 
 
 def load(settings: Settings) -> Loaded:
@@ -63,7 +65,16 @@ def load(settings: Settings) -> Loaded:
     log.info(
         "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s
     )
-    return Loaded(runner, shared[0] if shared else None, make_bundle(settings.model))
+    bundle = make_bundle(settings.model)
+    return Loaded(runner, shared[0] if shared else None, bundle, _guides(bundle, runner))
+
+
+def _guides(bundle: pb.TokenizerBundle, runner: Runner) -> Guides | None:
+    try:
+        return Guides(bundle.tokenizer_json, runner.vocab_size, bundle.eos_token_ids)
+    except ValueError as error:
+        log.warning("requests with a grammar are refused: its tokenizer can't be used: %s", error)
+        return None
 
 
 def transport(settings: Settings) -> str:
@@ -105,6 +116,7 @@ class Worker:
                 draft_price=runner.draft_price,
             ),
             BlockPool(runner.num_blocks, settings.block_tokens),
+            guides=loaded.guides.make if loaded.guides is not None else None,
         )
         metrics.follow(scheduler.load)
         self.core = EngineCore(settings, scheduler, runner, metrics)

@@ -30,6 +30,7 @@ from pd_engine.types import (
     Batch,
     Finished,
     Granted,
+    Guide,
     Load,
     Prefilled,
     PrefixChanges,
@@ -58,10 +59,13 @@ class Scheduler:
         cfg: SchedulerConfig,
         pool: BlockPool,
         drafter: Callable[[list[int]], Drafter] = PromptLookup,
+        guides: Callable[[str], Guide] | None = None,
     ) -> None:
-        """`drafter` guesses for a sequence of these tokens, which will grow."""
+        """`drafter` guesses for a sequence of these tokens, which will grow. `guides` makes a
+        guide of a grammar, or raises RequestFailure."""
         self.cfg = cfg
         self._drafter = drafter
+        self._guides = guides
         self.pool = pool
         self.draining = False
         self.last_progress = 0.0  # when a request last got further, or ended
@@ -85,14 +89,28 @@ class Scheduler:
             raise RequestFailure(
                 FailureKind.NO_CAPACITY, f"{len(held.waiting)} requests wait on this worker"
             )
+        guide = self._guide(req)
         self._arrivals += 1
         task = Task(req, now, limit)
         rank = (-req.priority, self._arrivals, 0)
         tokens = list(req.token_ids)
-        seq = Sequence(self._new_id(), task, rank, req.choices, tokens, seen_tokens(req))
+        seen = seen_tokens(req)
+        seq = Sequence(self._new_id(), task, rank, req.choices, tokens, seen, guide=guide)
         task.sequences.append(seq)
         held.tasks[req.key] = task
         held.wait(seq)
+
+    def _guide(self, req: Request) -> Guide | None:
+        """A request's guide, behind the tokens that have been written elsewhere."""
+        if not req.sampling.grammar:
+            return None
+        if self._guides is None:
+            message = "this worker can't keep to a grammar: its log says why"
+            raise RequestFailure(FailureKind.INVALID_REQUEST, message)
+        guide = self._guides(req.sampling.grammar)
+        for token in req.token_ids[req.prompt_tokens :]:
+            guide.note(token)
+        return guide
 
     def cancel(self, key: RequestKey, now: float, quarantine: bool = False) -> None:
         """Ends a request; no event of it comes any more. Unknown keys have ended already.
@@ -424,6 +442,9 @@ class Scheduler:
         for seq, row in steps:
             task = seq.task
             if task.stage is Stage.OVER:
+                continue
+            if seq.guide is not None and seq.guide.problem:
+                self._fail(task, Failure(FailureKind.INVALID_REQUEST, seq.guide.problem))
                 continue
             if row.samples and task.prefilled:
                 outs = self._later_tokens(seq, row, output.samples[seq.id])

@@ -7,7 +7,7 @@ from enum import Enum
 from pd_core.failures import Failure, FailureKind
 from pd_core.kv import next_prefix_hash, prefix_root
 from pd_engine.speculate import Drafter
-from pd_engine.types import Finish, Mode, Request, Row, Sampled, SampleSpec, TokenOut
+from pd_engine.types import Finish, Guide, Mode, Request, Row, Sampled, SampleSpec, TokenOut
 
 Rank = tuple[int, int, int]
 """(-priority, arrival, place among the choices): the smaller one goes first, everywhere."""
@@ -106,6 +106,7 @@ class Sequence:
     registered: int = 0  # blocks of the table that the prefix cache knows
     stalled: bool = False  # it found no block for its next token
     drafter: Drafter | None = None
+    guide: Guide | None = None
 
     @property
     def pending(self) -> int:
@@ -128,6 +129,8 @@ class Sequence:
             self.seen[token] = self.seen.get(token, 0) + 1
         if self.drafter is not None:
             self.drafter.note()
+        if self.guide is not None:
+            self.guide.note(token)
 
     def outgrows(self, block_tokens: int) -> bool:
         """It will need another block than those it has, if nothing stops it early."""
@@ -154,15 +157,17 @@ class Sequence:
         tokens = self.tokens[start:end]
         samples: list[SampleSpec] = []
         if end == len(self.tokens):
-            sampling, seen = self.task.req.sampling, self.seen
+            sampling, seen, guide = self.task.req.sampling, self.seen, self.guide
             index = end - self.task.req.prompt_tokens
-            samples = [SampleSpec(choice, index, sampling, seen) for choice in self.choices]
+            samples = [SampleSpec(choice, index, sampling, seen, guide) for choice in self.choices]
             for guess in guesses:
                 tokens.append(guess)
                 index += 1
                 if seen is not None:
                     seen = {**seen, guess: seen.get(guess, 0) + 1}
-                samples.append(SampleSpec(self.choices[0], index, sampling, seen))
+                ahead = tuple(tokens[count:]) if guide is not None else ()
+                choice = self.choices[0]
+                samples.append(SampleSpec(choice, index, sampling, seen, guide, ahead))
         return Row(self.id, tokens, start, self.table, tuple(samples), len(tokens) - count)
 
     def fork(self, number: int, place: int, first: TokenOut) -> "Sequence":
@@ -175,6 +180,7 @@ class Sequence:
             choices=(first.choice,),
             tokens=self.tokens.copy(),
             seen=None if self.seen is None else self.seen.copy(),
+            guide=None if self.guide is None else self.guide.fork(),
             hashes=self.hashes.copy(),
             table=self.table.copy(),
             computed=self.computed,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from pd_core.failures import Failure
 
@@ -42,6 +43,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added), each token once
+    grammar: str = ""  # that the output keeps to
 
     @property
     def penalizes(self) -> bool:
@@ -81,18 +83,43 @@ class Request:
         return len(self.token_ids) - self.prompt_tokens
 
 
+class Guide(Protocol):
+    """What one sequence may write next. It follows the sequence's tokens."""
+
+    def note(self, token: int) -> None:
+        """The sequence has this token more."""
+        ...
+
+    def mask(self, ahead: Sequence[int]) -> bytes | None:
+        """A bit for each token, the lowest first: set for those that may come after `ahead`.
+        None where `ahead` itself may not be written."""
+        ...
+
+    def fork(self) -> "Guide":
+        """Another one that stands where this one does."""
+        ...
+
+    @property
+    def problem(self) -> str:
+        """Why it can't say any more; empty as long as it can."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
     """Sample one token from the row's last logits. `index` seeds the draw with choice.
 
     `seen`, where the sampling penalizes: how often each token of the sequence was generated,
-    0 for those that the prompt alone has. Nothing changes it while a step runs.
+    0 for those that the prompt alone has. Nothing changes it while a step runs. `guide` says
+    what may be drawn after `ahead`, the guesses before this draw.
     """
 
     choice: int
     index: int
     sampling: Sampling
     seen: Mapping[int, int] | None = None
+    guide: Guide | None = None
+    ahead: tuple[int, ...] = ()
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:

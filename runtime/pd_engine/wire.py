@@ -35,6 +35,7 @@ def sampling_from_pb(message: pb.Sampling) -> Sampling:
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        grammar=message.grammar,
     )
 
 
@@ -95,6 +96,8 @@ def _sampling_problem(sampling: pb.Sampling, vocab_size: int) -> str | None:
     for name in ("presence_penalty", "frequency_penalty"):
         if not math.isfinite(getattr(sampling, name)):
             return f"{name} = {getattr(sampling, name)}"
+    if sampling.grammar and (sampling.min_tokens or sampling.ignore_eos):
+        return "min_tokens and ignore_eos can't stand beside a grammar, which says where to end"
     for token, bias in sampling.logit_bias.items():
         if token >= vocab_size or not math.isfinite(bias):
             return f"logit_bias[{token}] = {bias}: the model has {vocab_size} tokens"

@@ -22,6 +22,7 @@ from pd_router.messages import (
     chat_messages,
     chat_tools,
 )
+from pd_router.structured import BadForm, Form, ResponseFormat, StructuredOutputs, form_of
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 64
@@ -74,6 +75,8 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     min_tokens: _Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -99,7 +102,6 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None
@@ -127,7 +129,6 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     "tool_choice": _in("auto", "none"),
     "functions": lambda value: value == [],
     "function_call": _in("auto", "none"),
-    "response_format": lambda value: value == {"type": "text"},
     "modalities": lambda value: value == ["text"],
     "audio": lambda _: False,
     "prediction": lambda _: False,
@@ -171,6 +172,7 @@ class Ask:
     presence_penalty: float
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]  # each token once
+    form: Form | None  # that the answer keeps to
     logprobs: bool
     top_logprobs: int
     return_token_ids: bool
@@ -277,6 +279,7 @@ def _ask(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=_biases(request.logit_bias or {}),
+        form=_form(request),
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         return_token_ids=bool(request.return_token_ids),
@@ -366,6 +369,21 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
         if len(text) > MAX_STOP_CHARS:
             raise invalid(path, f"'{path}' has more than {MAX_STOP_CHARS} characters.")
     return stops
+
+
+def _form(request: ChatRequest | CompletionRequest) -> Form | None:
+    try:
+        form = form_of(request.response_format, request.structured_outputs)
+    except BadForm as bad:
+        raise invalid(bad.param, f"'{bad.param}' {bad.message}") from None
+    if form is None:
+        return None
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise invalid(name, f"'{name}' can't stand beside a form, which says where to end.")
+    if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
+        raise invalid("tools", "'tools' can't stand beside a form: a call wouldn't keep to it.")
+    return form
 
 
 def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

@@ -1,5 +1,6 @@
 """From a checked request to tokens and sampling, with the limits that apply."""
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +8,7 @@ from pd_core.failures import Failure, FailureKind
 from pd_router.errors import ApiError, invalid, unsupported
 from pd_router.messages import ChatMessage, Tool
 from pd_router.openai import MOST_TOKENS, Ask
+from pd_router.structured import BadForm, Form, check, checker
 from pd_router.text import TemplateFailed, TextStack
 from pd_router.types import Limits, Sampling
 
@@ -20,7 +22,9 @@ _CUT_TOKENS = 16
 async def tokenize(
     ask: Ask, stack: TextStack, limits: Limits | None, pool: ThreadPoolExecutor
 ) -> list[tuple[int, ...]]:
-    """Token ids of each prompt; none is empty."""
+    """Token ids of each prompt; none is empty. ApiError where the request can't be served."""
+    if ask.form is not None:
+        await _check_form(ask.form)
     if ask.kind == "chat":
         text = render(stack, ask.messages, ask.tools)
         await _refuse_hopeless(ask, stack, text, limits, pool)
@@ -94,7 +98,15 @@ def sampling_for(
         presence_penalty=ask.presence_penalty,
         frequency_penalty=ask.frequency_penalty,
         logit_bias=ask.logit_bias,
+        grammar=ask.form.grammar if ask.form is not None else "",
     )
+
+
+async def _check_form(form: Form) -> None:
+    try:
+        await asyncio.get_running_loop().run_in_executor(checker(), check, form)
+    except BadForm as bad:
+        raise invalid(bad.param, f"'{bad.param}' {bad.message}") from None
 
 
 async def _refuse_hopeless(

@@ -35,6 +35,7 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added), each token once
+    grammar: str = ""  # that the answer keeps to, in llguidance's words; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
+        grammar=sampling.grammar,
     )
 
 

@@ -5,6 +5,8 @@ Streaming or not, several choices, logprobs, stop strings across the hand-over, 
 its edges, usage and cached tokens.
 """
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,37 @@ def test_biases(client: OpenAI, reference: Reference):
     assert best not in never.choices[0].token_ids
     always = complete(client, prompt, max_tokens=4, logit_bias={"77": 100})
     assert always.choices[0].token_ids == [77] * 4
+
+
+FORM = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}, "sure": {"type": "boolean"}},
+    "required": ["answer", "sure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_structured_output(client: OpenAI, reference: Reference, temperature: float):
+    """The model's own answer would be nonsense, from its first token on."""
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": FORM}}
+    answer = chat(client, CHAT, response_format=asked, n=2, seed=3, temperature=temperature)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        found = json.loads(choice.message.content)
+        assert found.keys() == {"answer", "sure"}
+        assert found["answer"] in ("yes", "no")
+    events = complete(
+        client,
+        exactly(reference, 33),
+        max_tokens=40,
+        stream=True,
+        temperature=temperature,
+        extra_body={"structured_outputs": {"regex": "(red|green|blue)( [0-9]{3}){2}"}},
+    )
+    ids, texts, finishes, _ = streamed(events)
+    assert re.fullmatch("(red|green|blue)( [0-9]{3}){2}", texts[0])
+    assert (len(ids), finishes) == (1, ["stop"])
 
 
 @pytest.mark.parametrize("stream", [False, True])

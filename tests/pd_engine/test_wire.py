@@ -105,6 +105,8 @@ def test_what_a_router_leaves_out_changes_no_logits() -> None:
         ({"choices": [0, 1]}, "can't share emitted tokens"),
         ({"sampling": pb.Sampling(max_tokens=1)}, "leaves nothing to generate"),
         ({"sampling": sampling(repetition_penalty=-1)}, "repetition_penalty"),
+        ({"sampling": sampling(grammar="g", min_tokens=1)}, "beside a grammar"),
+        ({"sampling": sampling(grammar="g", ignore_eos=True)}, "beside a grammar"),
         ({"sampling": sampling(presence_penalty=float("inf"))}, "presence_penalty"),
         ({"sampling": sampling(frequency_penalty=float("nan"))}, "frequency_penalty"),
         ({"sampling": sampling(logit_bias={100: 1.0})}, r"logit_bias\[100\] .* 100 tokens"),

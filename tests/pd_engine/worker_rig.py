@@ -1,13 +1,14 @@
 """The real scheduler over the real runner with the tiny model, without sockets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pd_engine.blocks import BlockPool
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.types import (
     Granted,
+    Guide,
     Mode,
     Prefilled,
     Request,
@@ -25,7 +26,7 @@ PROMPT = [5, 9, 200, 9, 31, 77, 9, 5, 140, 12, 12, 480, 7, 9, 5, 33, 18, 9]
 class Worker:
     """What it was given to write lies in `out`."""
 
-    def __init__(self, draft_tokens: int = 0) -> None:
+    def __init__(self, draft_tokens: int = 0, guides: Callable[[str], Guide] | None = None) -> None:
         self.runner = Runner(tiny_model_dir(), dtype="float32", kv_cache_tokens=2048)
         config = SchedulerConfig(
             max_batch_tokens=64,
@@ -37,7 +38,8 @@ class Worker:
             draft_tokens=draft_tokens,
             draft_price=0.01,
         )
-        self.scheduler = Scheduler(config, BlockPool(self.runner.num_blocks, 16))
+        pool = BlockPool(self.runner.num_blocks, 16)
+        self.scheduler = Scheduler(config, pool, guides=guides)
         self.out: dict[RequestKey, list[TokenOut]] = {}
         self.grants: dict[RequestKey, Granted] = {}
         self.drafted = self.guessed = 0

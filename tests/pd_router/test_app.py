@@ -174,6 +174,7 @@ def test_all_of_sampling_goes_over_the_wire() -> None:
         presence_penalty=-0.5,
         frequency_penalty=0.75,
         logit_bias=((3, 1.5), (9, -100.0)),
+        grammar="start: /a/",
     )
     message = sampling_to_pb(sampling)
     for name in (field.name for field in fields(sampling)):

@@ -1,0 +1,144 @@
+"""What a request says of its answer's form, as a grammar in llguidance's words.
+
+OpenAI's `response_format`, and vLLM's `structured_outputs` for regular expressions, grammars
+(Lark's form) and lists of choices. Grammars are checked here, so that a mistake is the
+client's 400 and no worker's business.
+"""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from llguidance import LLMatcher
+from msgspec import Struct
+
+MAX_SCHEMA_CHARS = 32_000
+MAX_RULES_CHARS = 16_000  # of a regular expression, a grammar, all choices
+MAX_OUTPUT_CHOICES = 1000
+_STACK_BYTES = 256 << 20
+_SAID = 300  # characters of llguidance's words that are handed on
+# Nothing, a blank, or a new line with what indents it: without an end to it a small model may
+# write white space until its tokens are used up.
+_WHITESPACE = r" |\n {0,40}"
+
+
+class JsonSchema(Struct, forbid_unknown_fields=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None  # a form is always kept
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: list[str] | None = None
+
+
+class Form(NamedTuple):
+    """A grammar, and the name of the field that asks for it."""
+
+    param: str
+    grammar: str
+
+
+class BadForm(Exception):
+    """What is wrong with which field."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param, self.message = param, message
+
+
+def form_of(response: ResponseFormat | None, outputs: StructuredOutputs | None) -> Form | None:
+    """None: any text. BadForm where it can't be read; `check` looks into the grammar."""
+    forms = [form for form in (_of_response(response), _of_outputs(outputs)) if form is not None]
+    if len(forms) > 1:
+        raise BadForm("structured_outputs", "stands beside 'response_format'; give one of them.")
+    return forms[0] if forms else None
+
+
+def _of_response(response: ResponseFormat | None) -> Form | None:
+    if response is None or response.type == "text":
+        return None
+    if response.type == "json_object":
+        return _json("response_format", {"type": "object"})
+    param = "response_format.json_schema"
+    if response.json_schema is None:
+        raise BadForm(param, "is missing beside the type 'json_schema'.")
+    if response.json_schema.schema is None:
+        raise BadForm(f"{param}.schema", "is missing.")
+    return _json(f"{param}.schema", response.json_schema.schema)
+
+
+def _of_outputs(outputs: StructuredOutputs | None) -> Form | None:
+    if outputs is None:
+        return None
+    names = ("json", "regex", "grammar", "choice")
+    given = [name for name in names if getattr(outputs, name) is not None]
+    if len(given) != 1:
+        raise BadForm("structured_outputs", f"takes exactly one of {', '.join(names)}.")
+    param = f"structured_outputs.{given[0]}"
+    if outputs.json is not None:
+        return _json(param, outputs.json)
+    if outputs.regex is not None:
+        return Form(param, LLMatcher.grammar_from_regex(_bounded(param, outputs.regex)))
+    if outputs.grammar is not None:
+        return Form(param, LLMatcher.grammar_from_lark(_bounded(param, outputs.grammar)))
+    choices = outputs.choice or []
+    if not 1 <= len(choices) <= MAX_OUTPUT_CHOICES or not all(choices):
+        raise BadForm(param, f"takes 1 to {MAX_OUTPUT_CHOICES} strings, none of them empty.")
+    quoted = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return Form(param, LLMatcher.grammar_from_lark(f"start: {_bounded(param, quoted)}"))
+
+
+def _bounded(param: str, text: str, most: int = MAX_RULES_CHARS) -> str:
+    if len(text) > most:
+        raise BadForm(param, f"has more than {most} characters.")
+    return text
+
+
+def _json(param: str, schema: str | dict[str, Any]) -> Form:
+    try:
+        if isinstance(schema, str):
+            schema = json.loads(_bounded(param, schema, MAX_SCHEMA_CHARS))
+        if not isinstance(schema, dict):
+            raise BadForm(param, "must be an object.")
+        # An `x-guidance` of the client's would change how the schema is read.
+        schema = {key: value for key, value in schema.items() if key != "x-guidance"}
+        plain = json.dumps(schema, separators=(",", ":"))
+    except RecursionError:
+        raise BadForm(param, "is nested too deeply.") from None
+    except ValueError:
+        raise BadForm(param, "isn't valid JSON.") from None
+    options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    plain = _bounded(param, plain, MAX_SCHEMA_CHARS)
+    return Form(param, LLMatcher.grammar_from_json_schema(plain, overrides=options))
+
+
+@cache
+def checker() -> ThreadPoolExecutor:
+    """Where `check` may run: llguidance goes as deep into its stack as rules refer to rules,
+    and of a stack of the usual size a client's grammar could reach the end."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        pool.submit(int).result()  # its thread is made now, with this stack
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+def check(form: Form) -> None:
+    """BadForm unless the grammar can be kept to. For `checker` alone."""
+    failed, said = LLMatcher.validate_grammar_with_warnings(form.grammar)
+    if failed:
+        raise BadForm(form.param, f"can't be kept to: {' '.join(said[0].split())[:_SAID]}")
