@@ -12,7 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from pd_cli import session
+from pd_cli import up as up_command
+from pd_operator.local.cluster import Options
 from tests.pd_cli.up_rig import Up, alive, engine_env, pdcluster, refused, up
 from tests.pd_operator.objects import document
 
@@ -85,6 +89,7 @@ def test_status_logs_and_down(run, tmp_path: Path) -> None:
 
             _, said = await pdcluster(tmp_path, "status", "chat")
             assert "DecodeReady" in said
+            assert f"live page: {cluster['live_page']}" in said
             _, said = await pdcluster(tmp_path, "logs", "chat-d-")
             assert said == "serving\n"
             assert await pdcluster(tmp_path, "down", "chat") == (0, "chat is down\n")
@@ -313,6 +318,25 @@ def test_routers_are_replaced_without_a_gap(run, tmp_path: Path) -> None:
             assert await running.stop() == 0
 
     run(scenario())
+
+
+def test_the_live_page_can_be_switched_off(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with up(tmp_path) as running:
+            await running.ready()
+            await running.until(lambda: running.state()["live_page"])
+            running.write(document(**{"spec.router.livePage": False}))
+            await running.until(lambda: running.state()["live_page"] == "")
+            assert await running.stop() == 0
+
+    run(scenario())
+    asked: list[Options] = []
+    monkeypatch.setattr(session, "run", lambda _, options: asked.append(options) or 0)
+    for flags in ([], ["--no-live-page"]):
+        CliRunner().invoke(up_command.command, ["-f", "chat.yaml", *flags])
+    assert [options.settings.live_page for options in asked] == [True, False]
 
 
 async def connects(port: int) -> None:
