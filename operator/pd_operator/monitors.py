@@ -20,13 +20,15 @@ def monitors(cluster: Cluster, settings: Settings) -> list[Manifest]:
     if not settings.monitors:
         return []
     labels = {**settings.monitor_labels, **selector(cluster)}
+    wanted: dict[str, Manifest] = {}
+    if settings.pod_monitor:
+        wanted["PodMonitor"] = _scrapes(cluster)
+    if settings.rules:
+        wanted["PrometheusRule"] = {"groups": alerts.groups(cluster, settings.runbooks)}
     return [
-        owned(cluster, _VERSION, "PodMonitor", cluster.name, labels, {"spec": _scrapes(cluster)}),
-        owned(
-            cluster, _VERSION, "PrometheusRule", cluster.name, labels,
-            {"spec": {"groups": alerts.groups(cluster, settings.runbooks)}},
-        ),
-    ]  # fmt: skip
+        owned(cluster, _VERSION, kind, cluster.name, labels, {"spec": spec})
+        for kind, spec in wanted.items()
+    ]
 
 
 def _scrapes(cluster: Cluster) -> Manifest:

@@ -41,8 +41,8 @@ class Settings:
     restricted pods can't mount them, and the peers say whom NetworkPolicies let in:
     `operators` to the routers' admin port, `monitors_from` to all metrics, `clients` (none
     means everybody) to the API. `monitors`: PodMonitor and PrometheusRule are wanted, where
-    their kinds are there; `runbooks`: the URL of docs/runbooks, for alerts. `live_page` False:
-    none, whatever objects say.
+    their kinds are there, and neither is switched off by itself; `runbooks`: the URL of
+    docs/runbooks, for alerts. `live_page` False: none, whatever objects say.
     """
 
     version: str = "0.1.0"
@@ -60,6 +60,8 @@ class Settings:
     clients: tuple[Peer, ...] = ()
     monitors: bool = True
     monitor_labels: Mapping[str, str] = field(default_factory=dict)
+    pod_monitor: bool = True
+    rules: bool = True
     runbooks: str = ""
     live_page: bool = True
 

@@ -2,7 +2,9 @@
 
     {"networkPolicies": {"enabled": true, "operators": [PEER], "clients": [PEER],
                          "monitors": [PEER]},
-     "monitors": {"enabled": true, "labels": {…}, "runbooks": URL}, "rdmaResource": "rdma/ib"}
+     "monitors": {"enabled": true, "podMonitor": true, "rules": true, "labels": {…},
+                  "runbooks": URL},
+     "rdmaResource": "rdma/ib"}
 
 A PEER is {"namespaceLabels": {…}, "podLabels": {…}}: pods that NetworkPolicies let in.
 """
@@ -36,6 +38,8 @@ def parse(text: str, base: Settings) -> Settings:
         monitors_from=_peers(policies, "monitors"),
         monitors=_switch(monitors, "enabled", base.monitors),
         monitor_labels=_labels(monitors, "labels"),
+        pod_monitor=_switch(monitors, "podMonitor", base.pod_monitor),
+        rules=_switch(monitors, "rules", base.rules),
         runbooks=_text(monitors, "runbooks"),
         rdma_resource=_text(node, "rdmaResource") or base.rdma_resource,
     )

@@ -117,6 +117,17 @@ def test_rules_are_those_of_the_alerts() -> None:
     assert rule["spec"]["groups"] == alerts.groups(of, "https://wiki.example")
 
 
+def test_monitor_and_rules_can_be_had_apart() -> None:
+    def kinds(**switches: bool) -> set[str]:
+        made = rendered(cluster(), Settings(**switches)).surroundings
+        return {one["kind"] for one in made} & {"PodMonitor", "PrometheusRule"}
+
+    assert kinds() == {"PodMonitor", "PrometheusRule"}
+    assert kinds(rules=False) == {"PodMonitor"}
+    assert kinds(pod_monitor=False) == {"PrometheusRule"}
+    assert kinds(monitors=False) == set()
+
+
 def pod_of(**changes: Any) -> Manifest:
     made: Manifest = pool_set(rendered(cluster(**changes)), Role.DECODE)["spec"]["template"]["spec"]
     return made

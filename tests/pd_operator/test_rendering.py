@@ -15,7 +15,13 @@ WHOLE: dict[str, Any] = {
         "clients": [{"namespaceLabels": {"team": "x"}}],
         "monitors": [{}],
     },
-    "monitors": {"enabled": False, "labels": {"release": "prometheus"}},
+    "monitors": {
+        "enabled": False,
+        "podMonitor": True,
+        "rules": False,
+        "labels": {"release": "prometheus"},
+        "runbooks": "https://wiki.example",
+    },
     "rdmaResource": "rdma/hca",
 }
 
@@ -26,6 +32,8 @@ def test_all_of_it() -> None:
     assert made.clients == (Peer({"team": "x"}),)
     assert made.monitors_from == (Peer(),)
     assert (made.network_policies, made.monitors) == (True, False)
+    assert (made.pod_monitor, made.rules) == (True, False)
+    assert made.runbooks == "https://wiki.example"
     assert made.monitor_labels == {"release": "prometheus"}
     assert (made.engine_image, made.rdma_resource) == ("e", "rdma/hca")
 
@@ -43,6 +51,7 @@ def test_nothing_is_the_defaults() -> None:
         ('{"networkPolicies": {"clients": {}}}', "networkPolicies.clients: is a mapping"),
         ('{"networkPolicies": {"clients": [{"pods": {}}]}}', "clients[0].pods: is not a known"),
         ('{"monitors": {"labels": {"a": 1}}}', "monitors.labels.a: is 1"),
+        ('{"monitors": {"rules": "no"}}', "monitors.rules: is 'no'"),
         ('{"rdmaResource": 3}', "rdmaResource: is 3"),
         ('{"else": 1}', "else: is not a known field"),
     ],
