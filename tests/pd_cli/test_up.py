@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from pd_cli import session
 from pd_cli import up as up_command
 from pd_operator.local.cluster import Options
-from tests.pd_cli.up_rig import Up, alive, engine_env, pdcluster, refused, up
+from tests.pd_cli.up_rig import Up, alive, engine_env, free_port, pdcluster, refused, up
 from tests.pd_operator.objects import document
 
 pytestmark = pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_second_up_of_the_name_or_the_port_is_refused(run, tmp_path: Path) -> 
     async def scenario() -> None:
         async with up(tmp_path) as running:
             await running.ready()
-            code, said = await refused(tmp_path, running.port + 1)
+            code, said = await refused(tmp_path, free_port())
             assert (code, said.splitlines()[0]) == (
                 1,
                 f'PDCluster "chat" is running already (pid {running.process.pid}); edit its '
