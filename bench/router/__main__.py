@@ -205,6 +205,7 @@ async def measure(
             print(f"round {number + 1} of {plan.rounds}", flush=True)
         for site in serving:
             await memory(site, prompts, plan, figures)
+    show(figures)
     with sites(pythons, cores, model, faults=True) as serving:
         for site in serving:
             await killed(site, prompts, figures)

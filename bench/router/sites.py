@@ -21,7 +21,7 @@ from bench.router.load import PATH
 
 PEERS = {"vllm-router": "vllm-router==0.1.17", "smg": "smg==1.13.0"}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pdcluster" / "peers"
-_START_DEADLINE_S = 60.0
+_START_DEADLINE_S = 180.0
 _INSTALL_DEADLINE_S = 600
 
 
