@@ -7,17 +7,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from e2e.cluster import cluster, envtest, netns
+from e2e.cluster import build, cluster, envtest, netns
 from e2e.cluster.containers import Containers
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.layout import DEFAULT_NAME, Layout
+
+
+def _programs() -> str:
+    """Folders of kubectl, and of helm where it is built."""
+    found = [Path(envtest.kubectl()).parent]
+    if build.is_built("helm"):
+        found.append(build.built("helm"))
+    return ":".join(map(str, found))
 
 
 def up(layout: Layout, _: argparse.Namespace) -> int:
     cluster.up(layout)
     print(
         f"\n  export KUBECONFIG={layout.admin}\n"
-        f"  export PATH=$PATH:{Path(envtest.kubectl()).parent}\n"
+        f"  export PATH={_programs()}:$PATH\n"
         "  kubectl get pods --all-namespaces\n"
     )
     return 0

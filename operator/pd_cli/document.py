@@ -1,5 +1,7 @@
 """A PDCluster file: YAML or JSON, one document, no key twice."""
 
+import os
+import stat
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,15 @@ class _Loader(yaml.SafeLoader):
 def load(path: Path) -> dict[str, Any]:
     """The file's only document, as YAML gives it. BadFile with the place of what is wrong."""
     try:
-        data = path.read_bytes()
+        # Without waiting: a pipe's other end may never come.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BadFile(f"{path}: isn't a file; name a PDCluster file")
+            with open(descriptor, "rb", closefd=False) as opened:
+                data = opened.read(_MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise BadFile(f"{path}: {error.strerror}; name a PDCluster file") from None
     if len(data) > _MAX_BYTES:

@@ -33,7 +33,7 @@ def command(
     """Say why the pools of the PDCluster NAME have the sizes that they have.
 
     For a cluster on Kubernetes:
-    kubectl logs -n pdcluster-system deployment/pdcluster-operator | pdcluster explain NAME -f -
+    kubectl logs -n pdcluster-system deployment/pdcluster | pdcluster explain NAME -f -
     """
     if replay is not None:
         _replay(replay, name)
@@ -43,7 +43,8 @@ def command(
     said = list(file) if file is not None else _kept(name)
     found = _of(said, name)
     if not found:
-        click.echo(f"no decision about {name}: are its pools scaled (scaling.mode SLO)?", err=True)
+        why = "pools without scaling.mode SLO have none, nor have routers that tell nothing yet"
+        click.echo(f"no decision about {name}: {why}", err=True)
         sys.exit(1)
     _print(found, last, output)
 

@@ -56,9 +56,10 @@ def document(
         source, own = {"builtin": model}, model
     else:
         path = Path(model).expanduser().absolute()
-        if not path.exists():
+        if not (path.is_dir() or path.is_file()):
             raise click.BadParameter(
-                f"{path} does not exist; give a folder in Hugging Face format, a GGUF file, or "
+                f"{path} is no folder and no file; give a folder in Hugging Face format, "
+                f"a GGUF file, or "
                 f"{' or '.join(BUILTIN_MODELS)}",
                 param_hint="MODEL",
             )

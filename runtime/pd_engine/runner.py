@@ -85,9 +85,16 @@ class Runner:
 
     def _size_pool(self, tokens: int, fraction: float) -> int:
         """Blocks of the pool: as many tokens as asked for, else a share of free memory."""
-        if tokens:
-            return self.layout.blocks_for(tokens)
         free = free_bytes(self._model.device)
+        if tokens:
+            wanted = self.layout.blocks_for(tokens)
+            if wanted * self.layout.block_bytes > free:
+                raise ModelError(
+                    f"a KV cache of {tokens} tokens takes "
+                    f"{wanted * self.layout.block_bytes >> 20} MiB, and {free >> 20} MiB are "
+                    f"free; give the worker more memory or a smaller kvCacheTokens"
+                )
+            return wanted
         blocks = int(free * fraction) // self.layout.block_bytes
         if blocks < 1:
             raise ModelError(

@@ -61,13 +61,13 @@ class AdminApp:
     def _page(self, exchange: Exchange) -> object:
         if exchange.path == "/health":
             return {"status": "ok"}
+        check_host(exchange)
         if exchange.path == "/sketches":
             signals = self._metrics.signals_json(self._queued(), self._workers.signals())
             return {"router": self._router} | signals
         if exchange.path == "/debug/workers":
             return {"workers": self._workers.snapshot()}
         if exchange.path == STATE:
-            check_host(exchange)
             return self._state()
         given = parse_qs(exchange.query.decode("latin-1")).get("id")
         return {"requests": self._journal.find(given[0] if given else None)}

@@ -196,7 +196,7 @@ class RouterApp:
                 limits = self._workers.limits()
                 context = limits.context_tokens if limits else None
                 answer = await tokens.tokenize(
-                    body, stack, self._texts.pool, context, self._check_model
+                    body, stack, self._texts.side_pool, context, self._check_model
                 )
         finally:
             self._tokenizing -= 1

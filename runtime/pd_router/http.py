@@ -43,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes: int | None = 0  # None: not in a request's head
+        self._bare_bytes = 0  # since the last of a body: chunks' heads, trailers
         self._in_message = False
         self._refuses = False
         self._on_gone: Callable[[], None] | None = None
@@ -66,10 +67,14 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._head_bytes is not None:
             self._head_bytes += len(data)
+        self._bare_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing() or self._head_bytes is None:
+        if self.transport.is_closing():
             return
-        if self._head_bytes > MAX_HEAD_BYTES:
+        if self._head_bytes is None:
+            if self._bare_bytes > MAX_HEAD_BYTES:
+                self._refuse(431, "The request's trailers are too large.", "headers_too_large")
+        elif self._head_bytes > MAX_HEAD_BYTES:
             self._refuse(431, "The request's headers are too large.", "headers_too_large")
         elif self._timer is None and (self.cycle is None or self.cycle.response_complete):
             # Bytes that begin no request ended the wait for the next one: it goes on.
@@ -86,8 +91,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._timer is None:
             self._set_timer(HEAD_DEADLINE_S)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # What comes after a body is no header: proxies in front haven't looked at it.
+        if self._head_bytes is not None:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._head_bytes = None
+        self._head_bytes, self._bare_bytes = None, 0
         self._clear_timer()
         if self.cycle is not None and not self.cycle.response_complete:
             self._refuses = True
@@ -96,6 +106,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._bare_bytes = 0
         if not self._refuses:
             super().on_body(body)
 

@@ -1,13 +1,17 @@
 """Who may use the clients' port: a folder with a file for each client, as a mounted Secret is.
 
 A client is known by its file's name; each line of the file is one of its API keys, so that a
-new key works before the old one goes. The folder is looked at again and again. What can't be
-read changes nothing; an empty folder lets nobody in. Of keys only digests are kept.
+new key works before the old one goes. The folder is looked at again and again. A folder that
+can't be read changes nothing, a file that can't be read counts for nothing, and an empty
+folder lets nobody in. Of keys only digests are kept.
 """
 
 import asyncio
+import errno
 import hashlib
 import logging
+import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -81,10 +85,10 @@ def _read(folder: Path) -> tuple[dict[bytes, str], tuple[str, ...]]:
     if len(files) > MAX_CLIENTS:
         wrong.append(f"{folder} has {len(files)} files: only the first {MAX_CLIENTS} count")
     for file in files[:MAX_CLIENTS]:
-        with file.open("rb") as opened:
-            text = opened.read(MAX_FILE_BYTES + 1)
-        if len(text) > MAX_FILE_BYTES:
-            wrong.append(f"{file.name} is longer than {MAX_FILE_BYTES} bytes: none of it counts")
+        try:
+            text = _text(file)
+        except OSError as error:
+            wrong.append(f"{file.name} can't be read, it counts for nothing: {error.strerror}")
             continue
         for number, line in enumerate(text.splitlines(), 1):
             key = line.strip()
@@ -96,6 +100,22 @@ def _read(folder: Path) -> tuple[dict[bytes, str], tuple[str, ...]]:
             elif found.setdefault(_digest(key), file.name) != file.name:
                 wrong.append(f"{file.name}, line {number}: is {found[_digest(key)]}'s key already")
     return found, tuple(wrong)
+
+
+def _text(file: Path) -> bytes:
+    """What a file holds; OSError when it isn't a file of a bearable size."""
+    # Without waiting: a pipe's other end may never come.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it isn't a file")
+        with open(descriptor, "rb", closefd=False) as opened:
+            text = opened.read(MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_FILE_BYTES} bytes")
+    return text
 
 
 def _digest(key: bytes) -> bytes:

@@ -23,6 +23,8 @@ class Texts:
         self._building: asyncio.Task[None] | None = None
         self._wanted: Bundle | None = None
         self.pool = ThreadPoolExecutor(ENCODER_THREADS, thread_name_prefix="text")
+        # Of /tokenize, behind which nobody's answer is to wait.
+        self.side_pool = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         bundle = workers.bundle()
         if bundle is not None:
             self._bundle_came(bundle)
@@ -61,6 +63,7 @@ class Texts:
             self._building.cancel()
             await asyncio.gather(self._building, return_exceptions=True)
         self.pool.shutdown(wait=False, cancel_futures=True)
+        self.side_pool.shutdown(wait=False, cancel_futures=True)
 
     def _bundle_came(self, bundle: Bundle) -> None:
         self._wanted = bundle

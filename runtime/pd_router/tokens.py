@@ -14,6 +14,7 @@ from pd_router.prepare import render
 from pd_router.text import TextStack
 
 MAX_TOKENS = 1 << 20
+MAX_CHARS = 1 << 20  # some seconds of a core
 
 
 class _Tokenize(Struct, forbid_unknown_fields=True):
@@ -58,6 +59,10 @@ async def tokenize(
     else:
         text = request.prompt or ""
         special = request.add_special_tokens is not False
+    if len(text) > MAX_CHARS:
+        what = "prompt" if request.messages is None else "messages"
+        message = f"The text has {len(text):,} characters, at most {MAX_CHARS:,} are taken."
+        raise invalid(what, message)
     ids = await stack.encode(text, pool, add_special_tokens=special)
     answer: dict[str, Any] = {
         "count": len(ids),

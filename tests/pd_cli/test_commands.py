@@ -1,5 +1,7 @@
 """The commands without a cluster: help, validate with every kind of bad file, the examples."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     code, said = cli("validate", "-f", str(tmp_path / "none.yaml"))
     assert code == 2
     assert "none.yaml: No such file or directory; name a PDCluster file" in said
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
+def test_what_is_no_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "odd.yaml")
+    code, said = cli("validate", "-f", str(tmp_path / "odd.yaml"))
+    assert code == 2
+    assert "odd.yaml: isn't a file; name a PDCluster file" in said
 
 
 def test_each_mistake_has_its_line(tmp_path: Path) -> None:

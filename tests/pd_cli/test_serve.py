@@ -78,7 +78,7 @@ def test_no_model_there(tmp_path: Path) -> None:
     missing = str(tmp_path / "no")
     result = CliRunner().invoke(main, ["serve", missing])
     assert result.exit_code == 2
-    assert f"{missing} does not exist" in result.output
+    assert f"{missing} is no folder and no file" in result.output
     assert "smollm2-135m-instruct" in result.output
 
 

@@ -255,6 +255,11 @@ def test_warmup_measures_and_leaves_the_runner_usable(generate: Generate) -> Non
     assert finish(runner, walk, 8) == generate(prompt(5), 8)
 
 
+def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ModelError, match=r"of 500000000000 tokens takes \d+ MiB, and \d+ MiB"):
+        Runner(tiny_model_dir(), dtype="float32", kv_cache_tokens=500_000_000_000)
+
+
 def test_bfloat16_runs_and_halves_the_pool() -> None:
     low = Runner(tiny_model_dir(), dtype="bfloat16", kv_cache_tokens=256)
     assert low.layout.dtype == "bfloat16"

@@ -102,6 +102,35 @@ def test_a_body_of_just_the_limit_in_chunks_is_taken() -> None:
     go(scenario())
 
 
+def test_trailers_are_no_headers() -> None:
+    async def body() -> None:
+        async with rig() as r, connected(r) as (reader, writer):
+            r.sessions.script = says(r.tokens("yes"))
+            writer.write(head(CHAT, "POST", "transfer-encoding: chunked"))
+            writer.write(b"%x\r\n%s\r\n0\r\nx-request-id: late\r\n\r\n" % (len(BODY), BODY))
+            status, headers, _ = await answered(reader, writer)
+            assert status == 200
+            assert headers["x-request-id"] != "late"
+
+    go(body())
+
+
+@pytest.mark.parametrize("what", [b"0\r\nx-t: %s", b"1;%s"])
+def test_trailers_and_chunks_heads_are_bounded(what: bytes) -> None:
+    """The parser puts them together piece by piece: each costs more than the one before."""
+
+    async def body() -> None:
+        async with rig() as r, connected(r) as (reader, writer):
+            writer.write(head(CHAT, "POST", "transfer-encoding: chunked"))
+            writer.write(b"%x\r\n%s\r\n" % (len(BODY), BODY))
+            writer.write(what % (b"a" * 4 * http.MAX_HEAD_BYTES))
+            status, _, error = await answered(reader, writer)
+            assert (status, error["error"]["code"]) == (431, "headers_too_large")
+            assert await reader.read() == b""
+
+    go(body())
+
+
 def test_a_client_that_waits_for_leave_to_send() -> None:
     async def scenario() -> None:
         async with rig() as r, connected(r) as (reader, writer):

@@ -102,12 +102,24 @@ def test_what_cannot_be_read_changes_nothing(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keyring = loaded(folder)
-    (folder / "carol").mkdir()
+    folder.rename(folder.parent / "gone")
     keyring.load()
     keyring.load()
     assert opens(keyring, ALICE)
     assert [r.getMessage() for r in caplog.records].count(caplog.messages[-1]) == 1
     assert "stay as they are" in caplog.text
+
+
+def test_what_is_no_file_holds_up_nobody(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keyring = loaded(folder)
+    (folder / "carol").mkdir()
+    (folder / "dave").symlink_to("nowhere")
+    os.mkfifo(folder / "erin")
+    (folder / "bob").unlink()
+    (folder / "frank").write_text("sk-frank-0001")
+    keyring.load()
+    assert [opens(keyring, key) for key in (ALICE, BOB, "sk-frank-0001")] == [True, False, True]
+    assert all(f"{name} can't be read" in caplog.text for name in ("carol", "dave", "erin"))
 
 
 def test_no_key_lets_nobody_in_and_says_so(tmp_path: Path, caplog: Any) -> None:
@@ -126,7 +138,7 @@ def test_bad_lines_do_not_hold_up_good_ones(folder: Path, caplog: Any) -> None:
     assert keyring.client(f"Bearer {ALICE}".encode()) == "alice"
     assert "carol, line 1" in caplog.text
     assert "carol, line 2: is alice's key already" in caplog.text
-    assert "dave is longer" in caplog.text
+    assert "dave can't be read" in caplog.text
     assert ALICE not in caplog.text
 
 

@@ -136,7 +136,7 @@ def test_another_sites_page_gets_nothing(headers: dict[str, str]) -> None:
             assert code == ("wrong_host" if "host" in headers else "wrong_origin")
             assert r.sessions.started == []
             if "host" in headers:
-                for path in ("/", page.STATE):
+                for path in ("/", page.STATE, "/debug/requests", "/sketches"):
                     assert (await ask(r, "GET", path, **headers))[0] == 403
 
     go(scenario())

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pd_core.failures import Failure, FailureKind
+from pd_router import tokens
 from pd_router.types import Considered
 from tests import client
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
@@ -55,6 +56,7 @@ def test_tokens_there_and_back() -> None:
         ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "x"}, 404, "model"),
         ("/tokenize", {"prompt": "a", "max": 1}, 400, "max"),
+        ("/tokenize", {"prompt": "a" * (tokens.MAX_CHARS + 1)}, 400, "prompt"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [1, 1 << 40]}, 400, "tokens[1]"),
         ("/detokenize", {"tokens": "a"}, 400, "tokens"),
