@@ -132,8 +132,8 @@ def best_fixed(cell: Cell, found: clairvoyant.Demand) -> Result | None:
         for size in range(max(peak[role] * 2 // 3, 1), ample[role] + 1):
             tried = {**ample, role: size}
             result = run(cell.plan(tried[Role.PREFILL], tried[Role.DECODE]), cell.trace, Fixed())
-            share = result.ttft_attainment if role is Role.PREFILL else result.tpot_attainment
-            if share >= ATTAINMENT + (1 - ATTAINMENT) / 4:
+            # Decode without room makes prompts wait for it: both targets count for both.
+            if result.attainment >= ATTAINMENT + (1 - ATTAINMENT) / 4:
                 sizes[role] = size
                 break
     if len(sizes) < 2:
