@@ -119,8 +119,10 @@ def _line(
     if count < 3 or mean <= 0 or spread <= 0:
         return max(mean, 0.0), 1.0
     slope = sum((at - mean_at) * (demand - mean) for at, demand in points) / spread
-    by_chance = mean * mean * chance.variance / spread
-    sure = max(0.0, 1 - _SURE**2 * by_chance / slope**2) if slope else 0.0
+    # Products, not powers: they raise nothing, however small a rate is.
+    relative = mean / slope if slope else 0.0
+    by_chance = relative * relative * chance.variance / spread
+    sure = max(0.0, 1 - _SURE**2 * by_chance) if slope else 0.0
     level = max(mean + sure * slope * (points[-1][0] - mean_at), 0.0)
     if level <= 0 or slope <= 0:
         return level, 1.0

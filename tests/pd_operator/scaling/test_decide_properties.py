@@ -153,6 +153,7 @@ def test_a_pool_without_data_does_not_move(spec: Spec, found: Observations, lost
 @settings(max_examples=25)
 @given(rates, st.integers(1, 40), st.integers(1, 40))
 @example(372.0, 1, 5)  # late: one decode worker more
+@example(2e-137, 1, 1)  # its square is 0
 def test_constant_input_settles(requests: float, prefills: int, decodes: int) -> None:
     cluster = Cluster([prefill(prefills), decode(decodes)], gpus=60)
     cluster.steady(requests, 1500)
