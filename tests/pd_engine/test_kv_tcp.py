@@ -335,6 +335,7 @@ GARBAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", GARBAGE)
 def test_garbage_ends_only_its_connection(loop_run: Run, what: str) -> None:
     async def body() -> None:

@@ -202,6 +202,7 @@ def forms(draw: st.DrawFn) -> Form:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("variant", ["baseline", "avx2", "avx512"])
 @given(data=st.data())
@@ -228,6 +229,7 @@ def test_random_batches(variant: str, data: st.DataObject) -> None:
         close(form, out, prompt.expected(options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [Options(0.25), Options(0.25, window=70)], ids=["all", "window"]
 )

@@ -71,6 +71,7 @@ def test_taken_renewed_given_back(run):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_second_one_waits_for_a_silent_holder(run):
     async def scenario() -> None:
         api = FakeApi()
@@ -102,6 +103,7 @@ def test_given_back_it_is_taken_at_once(run):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_an_outage_stops_writes_in_time_and_ends_nothing(run):
     async def scenario() -> None:
         api, regained = FakeApi(), []

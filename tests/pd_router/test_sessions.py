@@ -199,6 +199,7 @@ def test_cancel_frees_everything_at_any_stage(run: Run, stage: str) -> None:
 # ---- faults -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("how", ["die", "freeze", "silent"])
 @pytest.mark.parametrize("spare", [True, False])

@@ -155,6 +155,7 @@ def test_a_drained_worker_gets_nothing_new(run: Run) -> None:
     run(body())
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_lapses_and_its_stale_handles_are_cancelled_on_waking(run: Run) -> None:
     async def body() -> None:
         async with rig(walk=QUICK, late_s=30.0) as r:
@@ -179,6 +180,7 @@ def test_a_frozen_worker_lapses_and_its_stale_handles_are_cancelled_on_waking(ru
     run(body())
 
 
+@pytest.mark.slow
 def test_an_announcement_that_ends_means_nothing_new_and_then_lapses(run: Run) -> None:
     async def body() -> None:
         async with rig(walk=QUICK, forget_s=1.0) as r:
