@@ -38,7 +38,7 @@ test: $(STAMP) kube-control-plane ## all tests but those in real pods
 	@$(BIN)/python -m pytest -m "not gpu"
 
 .PHONY: test-fast
-test-fast: $(STAMP) ## the tests that take under two seconds each
+test-fast: $(STAMP) ## the two minutes of it that start no processes and wait for nothing
 	@$(BIN)/python -m pytest -m "not gpu and not slow"
 
 # Tests that need an API server take the cluster of KUBECONFIG where PDCLUSTER_TEST_EXISTING=1.

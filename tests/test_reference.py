@@ -12,6 +12,8 @@ from pd_cli import main
 from scripts import exports, reference
 from scripts.check_repo import broken_links, tracked_files
 
+pytestmark = pytest.mark.slow
+
 PAGES = [path.as_posix() for path in reference.files()]
 
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -166,7 +167,7 @@ async def serve(model: Path, prefill: int, decode: int) -> None:
     for port, does_prefill in ((prefill, True), (decode, False)):
         if port:
             await loop.create_server(
-                lambda does=does_prefill: Engine(does, pace),  # type: ignore[misc]
+                partial(Engine, does_prefill, pace),
                 "127.0.0.1",
                 port,
                 backlog=4096,

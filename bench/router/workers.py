@@ -78,7 +78,7 @@ class Seals(asyncio.DatagramProtocol):
         self._worker.sealed(data)
 
 
-class Worker(engine_pb2_grpc.WorkerServicer):  # type: ignore[misc]
+class Worker(engine_pb2_grpc.WorkerServicer):
     """See the module."""
 
     def __init__(self, role: str, name: str, bundle: pb.TokenizerBundle, ids: list[int]) -> None:

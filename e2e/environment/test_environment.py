@@ -136,7 +136,7 @@ def test_names_of_headless_services_resolve_and_policies_are_enforced(
     url = "http://server:8000/"
     assert fetch(kube, namespace, "client", url) == "200"
 
-    deny = {
+    deny: dict[str, Any] = {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": {"name": "deny"},
@@ -149,7 +149,7 @@ def test_names_of_headless_services_resolve_and_policies_are_enforced(
         60,
     )
     allow = [{"from": [{"podSelector": {"matchLabels": {"app": "client"}}}]}]
-    deny["spec"] |= {"ingress": allow}  # type: ignore[operator]
+    deny["spec"] |= {"ingress": allow}
     api.apply(deny, namespace)
     wait_for("it allows", lambda: fetch(kube, namespace, "client", url, 1) == "200", 60)
 

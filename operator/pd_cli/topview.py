@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -142,8 +142,8 @@ def _table(*names: str) -> Table:
     """`>` behind a name: numbers."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in names:
-        justify = "right" if name.endswith(">") else "left"
-        table.add_column(name.removesuffix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+        justify: JustifyMethod = "right" if name.endswith(">") else "left"
+        table.add_column(name.removesuffix(">"), justify=justify, no_wrap=True)
     return table
 
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pd_operator import (
     api,
@@ -143,11 +143,19 @@ class _Done:
     in_vain: bool = False
 
 
+class _Mark(NamedTuple):
+    """What a look depends on, but for time: the versions of what it saw, the object's first."""
+
+    versions: tuple[str, ...]
+    absent: frozenset[str]
+    measured: str
+
+
 @dataclass(frozen=True, slots=True)
 class _Calm:
     """A look that found nothing to do: the next one needn't look closer at the same things."""
 
-    mark: tuple[object, ...]
+    mark: _Mark
     at: datetime
     again_s: float
 
@@ -381,27 +389,25 @@ class Reconciler:
         return min(again_s, self._pace.sample_s if asked else self._pace.glance_s)
 
 
-def _mark(world: World, measured: Samples) -> tuple[object, ...] | None:
-    """What a look depends on, but for time; None where a backend doesn't tell."""
+def _mark(world: World, measured: Samples) -> _Mark | None:
+    """None where a backend doesn't tell."""
     if world.mark is None:
         return None
     shown = [sorted(one.items()) for one in (measured.ttft, measured.tpot, measured.own_ttft)]
-    return world.mark, world.absent, str(shown)
+    return _Mark(world.mark, world.absent, str(shown))
 
 
-def _mark_after(
-    mark: tuple[object, ...], after: World, before: Manifest, told: Manifest
-) -> tuple[object, ...] | None:
+def _mark_after(mark: _Mark, after: World, before: Manifest, told: Manifest) -> _Mark | None:
     """The mark of what a look has left, if all that has changed since is the status that it
     wrote; None when there is more."""
-    document, (versions, absent, shown) = after.document, mark
-    if document is None or after.mark is None or after.absent != absent:
+    document = after.document
+    if document is None or after.mark is None or after.absent != mark.absent:
         return None
-    if after.mark == versions:  # the status was as it should be, or has to wait
+    if after.mark == mark.versions:  # the status was as it should be, or has to wait
         return mark if document.get("status", {}) == told else None
-    if after.mark[1:] != versions[1:] or document.get("status") != told:  # type: ignore[index]
+    if after.mark[1:] != mark.versions[1:] or document.get("status") != told:
         return None
-    return (after.mark, absent, shown) if _content(document) == _content(before) else None
+    return mark._replace(versions=after.mark) if _content(document) == _content(before) else None
 
 
 def _content(document: Manifest) -> Manifest:

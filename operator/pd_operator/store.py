@@ -38,12 +38,12 @@ def uid_of(item: Manifest) -> str:
     return str(item["metadata"].get("uid", ""))
 
 
-class _Held:
+class _Held(Generic[Group]):
     """One object: its content without its version, packed or as it is."""
 
     __slots__ = ("content", "group", "text", "uid", "version")
 
-    def __init__(self, item: Manifest, group: object, packs: bool) -> None:
+    def __init__(self, item: Manifest, group: Group | None, packs: bool) -> None:
         metadata = {k: v for k, v in item["metadata"].items() if k != "resourceVersion"}
         plain = {**item, "metadata": metadata}
         self.content: bytes | Manifest = _packed(plain) if packs else plain
@@ -80,8 +80,8 @@ class Store(Generic[Group]):
         self._group_of = group_of
         self._slim = slim
         self._packs = packs
-        self._items: dict[Name, _Held] = {}
-        self._groups: dict[Group, dict[Name, _Held]] = {}
+        self._items: dict[Name, _Held[Group]] = {}
+        self._groups: dict[Group, dict[Name, _Held[Group]]] = {}
         self.seen = 0  # the version that lists and the watch have come to
         self._gone: set[str] = set()  # uids that we deleted and the watch still tells of
 
@@ -151,11 +151,11 @@ class Store(Generic[Group]):
             return set()  # that one went before; what is held came after it
         return self._drop(name_of(item))
 
-    def _hold(self, item: Manifest) -> _Held:
+    def _hold(self, item: Manifest) -> _Held[Group]:
         slim = self._slim(item)
         return _Held(slim, self._group_of(slim), self._packs)
 
-    def _put(self, name: Name, new: _Held, *, force: bool = False) -> set[Group]:
+    def _put(self, name: Name, new: _Held[Group], *, force: bool = False) -> set[Group]:
         if new.uid in self._gone:
             return set()
         held = self._items.get(name)
@@ -166,21 +166,19 @@ class Store(Generic[Group]):
         # Newer, but nothing that we keep has changed: only the version is new.
         return set() if same else touched
 
-    def _store(self, name: Name, held: _Held) -> set[Group]:
+    def _store(self, name: Name, held: _Held[Group]) -> set[Group]:
         self._items[name] = held
-        group: Group | None = held.group  # type: ignore[assignment]
-        if group is None:
+        if held.group is None:
             return set()
-        self._groups.setdefault(group, {})[name] = held
-        return {group}
+        self._groups.setdefault(held.group, {})[name] = held
+        return {held.group}
 
     def _drop(self, name: Name) -> set[Group]:
         held = self._items.pop(name, None)
-        group: Group | None = held.group if held is not None else None  # type: ignore[assignment]
-        if group is None:
+        if held is None or held.group is None:
             return set()
-        members = self._groups[group]
+        members = self._groups[held.group]
         del members[name]
         if not members:
-            del self._groups[group]
-        return {group}
+            del self._groups[held.group]
+        return {held.group}

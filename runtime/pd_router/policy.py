@@ -12,7 +12,7 @@ from pd_router import affinity
 from pd_router.costs import CachedTokens, Costs, Need, Prefill
 from pd_router.explain import decode_reason, local_reason, named, prefill_reason
 from pd_router.fleet import Role, WorkerId, WorkerView
-from pd_router.routing import DEFAULT, Chance, Routing
+from pd_router.routing import DEFAULT, NO_CHANCE, Chance, Routing
 from pd_router.types import Considered
 
 __all__ = ["CachedTokens", "Exclusions", "Need", "Placement", "Unplaced", "place"]
@@ -69,7 +69,7 @@ def place(
     decode_at: WorkerId | None = None,
     *,
     routing: Routing = DEFAULT,
-    chance: Chance = Chance(),  # noqa: B008 - a value
+    chance: Chance = NO_CHANCE,
 ) -> Placement | Unplaced:
     """Chooses decode (unless it's given: then it has granted already, and prefill alone is
     to be chosen) and prefill. O(workers)."""

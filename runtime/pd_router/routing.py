@@ -59,4 +59,5 @@ class Chance(NamedTuple):
 
 
 _NOT_ALONE = 3.0
+NO_CHANCE = Chance()
 DEFAULT = Routing()

@@ -6,7 +6,7 @@ import pytest
 from bench.replay import Replay, Result, Site
 from pd_core import known_models
 from pd_core.estimate import LINKS
-from pd_router.routing import Routing
+from pd_router.routing import PolicyName, Routing
 from pd_sim import perf
 from pd_sim.trace import Request, Trace
 
@@ -34,8 +34,8 @@ def talks(count: int) -> Trace:
     return Trace(tuple(sorted(requests, key=lambda one: one.at_s)))
 
 
-def replay(policy: str, routers: int) -> Result:
-    return Replay(site(routers), talks(60), Routing(policy)).run()  # type: ignore[arg-type]
+def replay(policy: PolicyName, routers: int) -> Result:
+    return Replay(site(routers), talks(60), Routing(policy)).run()
 
 
 @pytest.mark.parametrize("routers", [1, 4])

@@ -6,7 +6,7 @@ Much cheaper than the real ones, so that a thousand PDClusters fit on a small ma
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -62,9 +62,9 @@ class PodStub:
         self._collects = True
         self._touched(None, None)
 
-    def _touched(self, _resource: object, keys: object) -> None:
+    def _touched(self, _resource: object, keys: Iterable[Key] | None) -> None:
         if self._settled:
-            for key in self._informer.known() if keys is None else keys:  # type: ignore[attr-defined]
+            for key in self._informer.known() if keys is None else keys:
                 self._queue.add(key)
 
     async def _work(self, key: Key) -> float | None:

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from pd_engine.announce import Announcer
 from pd_engine.types import PrefixChanges
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
+
+pytestmark = pytest.mark.slow
 
 
 class Process(engine_pb2_grpc.ControlServicer):

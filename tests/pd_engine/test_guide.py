@@ -17,6 +17,8 @@ from pd_engine.types import Finish, Guide, Sampling
 from tests.pd_engine.worker_rig import Worker, handed_over
 from tests.tiny_model import tiny_model_dir
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 EOS = 2

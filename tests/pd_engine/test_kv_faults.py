@@ -26,6 +26,8 @@ from pd_engine.transfer import (
 from tests.pd_engine.kv_proxy import Do, Plan, Proxy
 from tests.pd_engine.kv_rig import LAYOUT, WAIT_S, Transfer, Worker, pair, target, transfer, worker
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 SMALL_FRAMES = KvSettings(exports=ExportLimits(frame_bytes=LAYOUT.block_bytes), tick_s=0.02)

@@ -23,6 +23,8 @@ from pd_engine.kv.plane import KvSettings
 from pd_engine.transfer import ExportLimits
 from tests.pd_engine.kv_rig import LAYOUT, Transfer, Worker, pair, transfer
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 

@@ -13,6 +13,8 @@ from pd_engine.types import Sampling
 from tests.pd_engine.worker_rig import PROMPT, Worker, handed_over
 from tests.tiny_model import tiny_model_dir
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 OUTPUT = 24

@@ -10,6 +10,8 @@ import torch
 from pd_engine.types import Finish, Sampling
 from tests.pd_engine.worker_rig import PROMPT, Worker, handed_over
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 
 OUTPUT = 60

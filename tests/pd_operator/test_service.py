@@ -17,6 +17,8 @@ from pd_operator.service import Operator, Options
 from tests.pd_operator.fake_api import FakeApi
 from tests.pd_operator.objects import document
 
+pytestmark = pytest.mark.slow
+
 TERMS = Terms(duration_s=1.5, deadline_s=1.0, period_s=0.1, timeout_s=0.09)
 
 

@@ -16,6 +16,8 @@ from pd_router.types import Limits
 from tests import client
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says, tiny_bundle
 
+pytestmark = pytest.mark.slow
+
 HI: Any = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 

@@ -19,7 +19,7 @@ from pd_router.settings import Address
 from pd_router.signals import Queued
 from pd_router.stretches import stretches
 from tests import client
-from tests.pd_router.http_rig import MODEL, Rig, go, rig, says, worker
+from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says, worker
 
 FILES = {
     "/": "text/html; charset=utf-8",
@@ -161,20 +161,24 @@ async def relaying(r: Rig) -> AsyncIterator[Address]:
         yield server.address
 
 
+async def begun(r: Rig, at: Address) -> tuple[client.Response, PlayedGeneration]:
+    """A chat that streams, after its first token, which is `a`."""
+    body = CHAT | {"stream": True}
+    asking = asyncio.create_task(client.request(at.host, at.port, "POST", page.CHAT, body))
+    generation = await r.sessions.generation()
+    generation.emit(r.tokens("a")[0])
+    return await asking, generation
+
+
 def test_a_chat_passed_on_to_another_process_streams() -> None:
     async def scenario() -> None:
         async with rig() as r, relaying(r) as at:
-            body = CHAT | {"stream": True}
-            asking = asyncio.create_task(client.request(at.host, at.port, "POST", page.CHAT, body))
-            generation = await r.sessions.generation()
-            first, *rest = r.tokens("abc")
-            generation.emit(first)
-            answer = await asking
+            answer, generation = await begun(r, at)
             assert answer.status == 200
             assert answer.headers["content-type"].startswith("text/event-stream")
             events = answer.events()
             assert '"content":"a"' in (await anext(events))[1]  # before there is more
-            for token in rest:
+            for token in r.tokens("abc")[1:]:
                 generation.emit(token)
             generation.emit(2, "stop")
             generation.done()
@@ -187,11 +191,7 @@ def test_a_chat_passed_on_to_another_process_streams() -> None:
 def test_who_leaves_a_chat_that_was_passed_on_ends_it() -> None:
     async def scenario() -> None:
         async with rig() as r, relaying(r) as at:
-            body = CHAT | {"stream": True}
-            asking = asyncio.create_task(client.request(at.host, at.port, "POST", page.CHAT, body))
-            generation = await r.sessions.generation()
-            generation.emit(r.tokens("a")[0])
-            answer = await asking
+            answer, generation = await begun(r, at)
             await answer.close()
             async with asyncio.timeout(10):
                 await generation.cancelled.wait()

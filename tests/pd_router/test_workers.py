@@ -20,6 +20,8 @@ from pd_router.workers import Workers, WorkersConfig
 from tests.pd_router.fake_worker import FakeWorker
 from tests.pd_router.rig import Rig, rig, until
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[[Any], Any]
 QUICK = WalkConfig(backoff_s=0.01)
 
@@ -155,7 +157,6 @@ def test_a_drained_worker_gets_nothing_new(run: Run) -> None:
     run(body())
 
 
-@pytest.mark.slow
 def test_a_frozen_worker_lapses_and_its_stale_handles_are_cancelled_on_waking(run: Run) -> None:
     async def body() -> None:
         async with rig(walk=QUICK, late_s=30.0) as r:
@@ -180,7 +181,6 @@ def test_a_frozen_worker_lapses_and_its_stale_handles_are_cancelled_on_waking(ru
     run(body())
 
 
-@pytest.mark.slow
 def test_an_announcement_that_ends_means_nothing_new_and_then_lapses(run: Run) -> None:
     async def body() -> None:
         async with rig(walk=QUICK, forget_s=1.0) as r:
@@ -288,7 +288,6 @@ def test_an_address_where_somebody_else_answers_is_not_used(run: Run) -> None:
     run(body())
 
 
-@pytest.mark.slow
 def test_a_late_worker_is_left_alone_then_probed(run: Run) -> None:
     async def body() -> None:
         async with rig(walk=QUICK) as r:

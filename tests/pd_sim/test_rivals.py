@@ -9,6 +9,8 @@ from pd_sim.scalers import Fixed, Scaler, Slo
 from pd_sim.simulation import Result
 from tests.pd_sim.rig import GOAL, PERF, evenly, joined, pair, simulate
 
+pytestmark = pytest.mark.slow
+
 KNOWN = profile(PERF, GOAL, 1000, 100)
 SEATS = {Role.PREFILL: 3.0, Role.DECODE: float(KNOWN.batch)}
 STEP = joined(evenly(4, 120), evenly(24, 240, start_s=120))
@@ -36,7 +38,6 @@ def most(result: Result, role: Role) -> int:
     return max(one.asked[role] for one in result.sizes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_six_times_the_load_makes_prefill_grow(name: str) -> None:
     """24 requests of 0.1 s a second need three prefill workers at the least."""
@@ -51,7 +52,6 @@ def test_little_load_stays_at_one_pair(name: str) -> None:
     assert most(result, Role.DECODE) == 1
 
 
-@pytest.mark.slow
 def test_nobody_is_below_the_bound() -> None:
     found = demand(STEP, PERF, GOAL)
     bound = bound_gpu_hours(found, PERF, 30.0)

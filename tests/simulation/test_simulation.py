@@ -13,6 +13,8 @@ from tests.simulation.batch import one
 from tests.simulation.plan import plan
 from tests.simulation.world import run as run_world
 
+pytestmark = pytest.mark.slow
+
 SEEDS = 500
 _EACH = 50
 
@@ -23,7 +25,6 @@ def test_a_few_worlds() -> None:
     assert sum(end[3] for end in ends) > 10  # transfers
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SEEDS, _EACH))
 def test_worlds(first: int) -> None:
     problems = [one(seed)[:2] for seed in range(first, first + _EACH)]

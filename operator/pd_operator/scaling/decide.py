@@ -200,7 +200,7 @@ def _needs(
     sudden = _beyond_chance(short, pool.panic_window_s, variation)
     most = _times(coming, 1 + TOLERANCE)
     needs = [
-        sizer(pool, seen, signals, flow, learned, margin)
+        sizer(sizing.Case(pool, seen, signals, flow, learned, margin))
         for flow, margin in ((coming, ahead.margin), (sudden, 1.0), (most, ahead.margin))
     ]
     awake = 1 if seen.held_requests else 0

@@ -66,31 +66,40 @@ class Need:
     infeasible: bool = False
 
 
-def prefill(
-    spec: PoolSpec,
-    seen: Observations,
-    pool: PoolSignals,
-    flow: Flow,
-    learned: Learned,
-    margin: float = 1.0,
-) -> Need:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pool, what is seen of it, and the demand; `margin` by which forecasts were wrong."""
+
+    spec: PoolSpec
+    seen: Observations
+    pool: PoolSignals
+    flow: Flow
+    learned: Learned
+    margin: float = 1.0
+
+    @property
+    def kv_room(self) -> float:
+        """Tokens of KV that a worker's sequences may fill; 0: not known."""
+        return self.pool.kv_tokens_each * (1 - KV_HEADROOM)
+
+    def by_kv(self, sequences: float) -> float:
+        """Workers for the KV of so many sequences; 0: not known."""
+        if self.kv_room <= 0:
+            return 0.0
+        return _with_chance(sequences) * (self.learned.kv_each or 0.0) / self.kv_room
+
+
+def prefill(case: Case) -> Need:
+    pool, learned = case.pool, case.learned
     share = learned.uncached_share
-    backlog = seen.queued_tokens * share + pool.pending_tokens
+    backlog = case.seen.queued_tokens * share + pool.pending_tokens
     speed = learned.speed.tokens_per_s or pool.announced_tokens_per_s
-    return _by_waiting(
-        spec, seen, learned, requests=flow.requests, tokens=flow.prompt_tokens * share,
-        backlog=backlog, speed=speed, serving=pool.workers, margin=margin,
-    )  # fmt: skip
+    return _by_waiting(case, case.flow.prompt_tokens * share, backlog, speed)
 
 
-def decode(
-    spec: PoolSpec,
-    seen: Observations,
-    pool: PoolSignals,
-    flow: Flow,
-    learned: Learned,
-    margin: float = 1.0,
-) -> Need:
+def decode(case: Case) -> Need:
+    spec, seen, pool = case.spec, case.seen, case.pool
+    flow, learned = case.flow, case.learned
     waits = pool.waiting_grants * _own_share(pool, learned) + seen.queued_sequences
     if not (flow.sequences or pool.running or waits):
         return Need(0, {"sequences_per_s": 0.0, "running": 0.0})
@@ -99,11 +108,10 @@ def decode(
         return Need(None, {"sequences_per_s": flow.sequences, "running": pool.running})
     batch, infeasible = _largest_batch(spec, pool, learned)
     most, _ = _largest_batch(spec, pool, replace(learned, spread=1.0))
-    room = pool.kv_tokens_each * (1 - KV_HEADROOM)
-    if room > 0 and learned.kv_each:
+    if case.kv_room > 0 and learned.kv_each:
         # Where KV lets no more run, steps are shorter than the target, and stays too.
-        batch = max(min(batch, room / learned.kv_each), 1.0)
-        most = max(min(most, room / learned.kv_each), 1.0)
+        batch = max(min(batch, case.kv_room / learned.kv_each), 1.0)
+        most = max(min(most, case.kv_room / learned.kv_each), 1.0)
     step_s = line.step_s(batch) or 0.0
     predicted = flow.sequences * (learned.output_tokens or 0.0) * step_s
     present = pool.running / max(pool.workers, 1)
@@ -111,8 +119,8 @@ def decode(
     slow = min(1.0, step_s / (line.step_s(present) or step_s)) if step_s > 0 else 1.0
     concurrency = max(predicted, pool.running * slow) + waits
     by_batch = concurrency * learned.feedback.factor / batch
-    by_peak = (predicted * margin + waits) / most
-    by_kv = _with_chance(concurrency) * (learned.kv_each or 0.0) / room if room > 0 else 0.0
+    by_peak = (predicted * case.margin + waits) / most
+    by_kv = case.by_kv(concurrency)
     return Need(
         max(_whole(max(by_batch, by_peak, by_kv)), 1),
         {
@@ -140,15 +148,9 @@ def _own_share(pool: PoolSignals, learned: Learned) -> float:
     return min(pool.running * learned.kv_each / pool.kv_used_tokens, 1.0)
 
 
-def colocated(
-    spec: PoolSpec,
-    seen: Observations,
-    pool: PoolSignals,
-    flow: Flow,
-    learned: Learned,
-    margin: float = 1.0,
-) -> Need:
+def colocated(case: Case) -> Need:
     """Prompts and outputs are tokens in the same steps: both models over one line."""
+    seen, pool, flow, learned = case.seen, case.pool, case.flow, case.learned
     out = flow.sequences * (learned.output_tokens or 0.0)
     tokens = flow.prompt_tokens * learned.uncached_share + out
     backlog = seen.queued_tokens * learned.uncached_share + pool.pending_tokens
@@ -157,35 +159,21 @@ def colocated(
     if learned.line.fit() is None:
         return Need(None, {"tokens_per_s": tokens})
     # max_running bounds sequences, not the tokens of a step.
-    batch, infeasible = _largest_batch(spec, PoolSignals(), learned)
+    batch, infeasible = _largest_batch(case.spec, PoolSignals(), learned)
     step_s = learned.line.step_s(batch) or 0.0
     speed = batch / step_s if step_s > 0 else 0.0
-    need = _by_waiting(
-        spec, seen, learned, requests=flow.requests, tokens=tokens, backlog=backlog,
-        speed=speed, serving=pool.workers, margin=margin,
-    )  # fmt: skip
+    need = _by_waiting(case, tokens, backlog, speed)
     sequences = pool.running + pool.waiting_grants + seen.queued_sequences
-    room = pool.kv_tokens_each * (1 - KV_HEADROOM)
-    by_kv = _with_chance(sequences) * (learned.kv_each or 0.0) / room if room > 0 else 0.0
+    by_kv = case.by_kv(sequences)
     by_running = sequences / pool.max_running_each if pool.max_running_each else 0.0
     workers = None if need.workers is None else max(need.workers, _whole(max(by_kv, by_running)))
     numbers = {**need.numbers, "batch": batch, "by_kv": by_kv, "by_running": by_running}
     return Need(workers, numbers, infeasible or need.infeasible)
 
 
-def _by_waiting(
-    spec: PoolSpec,
-    seen: Observations,
-    learned: Learned,
-    *,
-    requests: float,
-    tokens: float,
-    backlog: float,
-    speed: float,
-    serving: int,
-    margin: float,
-) -> Need:
-    """The fewest workers for so many tokens a second at `speed` each."""
+def _by_waiting(case: Case, tokens: float, backlog: float, speed: float) -> Need:
+    """The fewest workers for so many tokens a second, and a backlog, at `speed` each."""
+    spec, learned, requests = case.spec, case.learned, case.flow.requests
     numbers = {"tokens_per_s": tokens, "backlog_tokens": backlog, "speed": speed}
     if not (tokens or backlog or requests):
         return Need(0, numbers)
@@ -194,15 +182,15 @@ def _by_waiting(
     target_s = (spec.ttft.seconds if spec.ttft else _NO_TARGET_WAIT_S) - learned.overhead_s
     allowed = 1 - (spec.ttft.quantile if spec.ttft else _NO_TARGET_QUANTILE)
     usual = tokens / requests if requests else tokens
-    prompts = service.mix(learned.sizes or seen.uncached, learned.cost, usual, speed)
+    prompts = service.mix(learned.sizes or case.seen.uncached, learned.cost, usual, speed)
     hopeless = prompts.hopeless(target_s) if spec.ttft else 0.0
     infeasible = hopeless > max(allowed, _ROUNDING)
     # Those that are late anyway use up what is allowed, but for a rest that can still be met.
     allowed = max(allowed - hopeless, allowed * _LEAST_ALLOWED)
     load = requests * prompts.mean_s * learned.feedback.factor
-    excess = _excess(backlog, tokens, target_s, serving * speed, learned.start_s)
+    excess = _excess(backlog, tokens, target_s, case.pool.workers * speed, learned.start_s)
     busy = max(load, tokens / speed)
-    least = max(_whole(max(busy / MAX_LOAD + excess / speed, busy * margin)), 1)
+    least = max(_whole(max(busy / MAX_LOAD + excess / speed, busy * case.margin)), 1)
 
     def enough(count: int) -> bool:
         waits = waiting(count, load, prompts.mean_s, prompts.variation)

@@ -28,6 +28,8 @@ from tests.pd_operator.local.rig import (
     workload,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def alive(pid: int) -> bool:
     try:
@@ -156,7 +158,6 @@ def test_backoff_doubles_to_a_bound() -> None:
     assert [backoff.delay_s(n) for n in (1, 2, 3, 4, 8, 100)] == [0.5, 1, 2, 4, 30, 30]
 
 
-@pytest.mark.slow
 def test_a_stopped_process_fails_liveness_and_is_replaced(run, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with kubelet(tmp_path) as rig:

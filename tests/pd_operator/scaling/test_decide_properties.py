@@ -5,6 +5,7 @@ pool's noise doesn't move the other."""
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,8 @@ from tests.pd_operator.scaling.world import (
     observations,
     prefill,
 )
+
+pytestmark = pytest.mark.slow
 
 P, D = Role.PREFILL, Role.DECODE
 LEARNED = State({role: PoolState(learned=known()) for role in Role})

@@ -23,6 +23,8 @@ from tests.pd_operator.scaling.world import (
     sketch,
 )
 
+pytestmark = pytest.mark.slow
+
 P, D = Role.PREFILL, Role.DECODE
 
 
@@ -58,7 +60,6 @@ class Slow:
         return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("start_s", [60.0, 180.0, 300.0])
 def test_a_slow_ramp_is_met_before_it_is_there(start_s: float) -> None:
     """From 10 to 70 requests a second within an hour: never are there too few workers, and
@@ -112,7 +113,6 @@ def test_chance_around_a_threshold_turns_it_once_in_ten_minutes_at_most(seed: in
     assert all(later - earlier >= 600 for earlier, later in itertools.pairwise(turns))
 
 
-@pytest.mark.slow
 def test_late_requests_add_workers_and_good_times_take_them_back() -> None:
     """The model says 4 are enough; a twentieth of all requests says they aren't."""
     cluster = Cluster()
