@@ -190,14 +190,16 @@ class Crew:
             await exchange.reply(200, body, content_type=CONTENT_TYPE.encode())
             return
         if exchange.path == "/health":
-            answer: object = {"status": "ok"}
-        elif exchange.path == "/sketches":
+            await exchange.reply(200, msgspec.json.encode({"status": "ok"}))
+            return
+        check_host(exchange)
+        answer: object
+        if exchange.path == "/sketches":
             answer = await self._sketches()
         elif exchange.path == "/debug/workers":
             pages = [msgspec.json.decode(page) for page in await self._pages(exchange.path)]
             answer = {"workers": [worker for page in pages for worker in page["workers"]]}
         elif exchange.path == STATE:
-            check_host(exchange)
             pages = [msgspec.json.decode(page) for page in await self._pages(STATE)]
             answer = live.merged(self._settings.router_name, pages)
         else:

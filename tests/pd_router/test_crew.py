@@ -123,8 +123,8 @@ class Site:
         self.http = http
         self.admin = admin
 
-    async def get(self, port: int, path: str) -> tuple[int, bytes]:
-        response = await client.request("127.0.0.1", port, "GET", path)
+    async def get(self, port: int, path: str, **headers: str) -> tuple[int, bytes]:
+        response = await client.request("127.0.0.1", port, "GET", path, headers=headers)
         try:
             return response.status, await response.body()
         finally:
@@ -223,6 +223,10 @@ def test_two_processes_are_one_router() -> None:
             assert [one["worker"] for one in sketches["workers"]] == ["b-0"]
             text = (await site.get(admin, "/metrics"))[1].decode()
             assert 'completion_tokens_total{model="fake"} 160.0' in text
+
+            for path in ("/debug/requests", "/debug/workers", "/debug/state", "/sketches"):
+                assert (await site.get(admin, path, host="evil.example"))[0] == 403
+            assert (await site.get(admin, "/metrics", host="router.example"))[0] == 200
 
             state = await site.page("/debug/state")
             assert state["router"] == "r"
