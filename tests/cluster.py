@@ -25,6 +25,8 @@ from typing import Any
 import psutil
 import yaml
 
+from tests.ports import free_port
+
 PDCLUSTER = (sys.executable, "-m", "pd_cli.main")
 READY_DEADLINE_S = 90.0
 STOP_DEADLINE_S = 60.0
@@ -75,12 +77,6 @@ def http_get(url: str, timeout_s: float = 5.0) -> tuple[int, str]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, error.read().decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def listeners(addresses: set[str]) -> list[str]:

@@ -81,6 +81,8 @@ class Member:
             pass_fds=[number],
             preexec_fn=_die_with(os.getpid()),
         )  # fmt: skip
+        if self._told is not None:  # while it was being started: nobody has told it
+            self.tell(self._told)
         asking = asyncio.create_task(self._notice())
         try:
             return await self._process.wait()

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster import PDCLUSTER, free_port, port_taken
+from tests.cluster import PDCLUSTER, port_taken
+from tests.ports import free_port
 
 DEADLINE_S = 180
 

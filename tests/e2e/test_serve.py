@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.cluster import PDCLUSTER, free_port, port_taken
+from tests.cluster import PDCLUSTER, port_taken
 from tests.e2e.test_quickstart import processes_with
+from tests.ports import free_port
 from tests.reference import Reference
 
 DEADLINE_S = 90

@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from pd_cli import session
 from pd_cli import up as up_command
 from pd_operator.local.cluster import Options
-from tests.pd_cli.up_rig import Up, alive, engine_env, free_port, pdcluster, refused, up
+from tests.pd_cli.up_rig import Up, alive, engine_env, pdcluster, refused, up
 from tests.pd_operator.objects import document
+from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -17,16 +16,11 @@ import psutil
 import yaml
 
 from tests.pd_operator.objects import document
+from tests.ports import free_port
 
 FAKE_UP = str(Path(__file__).with_name("fake_up.py"))
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def alive(pid: int) -> bool:

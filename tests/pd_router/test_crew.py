@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_core.sketch import from_json
 from pd_proto.v1 import engine_pb2 as pb
 from pd_router import live, merged, page
+from pd_router.crew import Member as Process
 from pd_router.metrics import Metrics
 from pd_router.settings import Member, parse
 from pd_router.signals import Queued
@@ -25,7 +26,8 @@ from pd_router.types import Timeline
 from tests import client
 from tests.pd_router.fake_worker import FakeKv, FakeWorker
 from tests.pd_router.http_rig import go
-from tests.pd_router.test_settings import NEEDED, free_ports
+from tests.pd_router.test_settings import NEEDED
+from tests.ports import free_ports
 from tests.tiny_model import tiny_model_dir
 
 # ---- what several tell as one ------------------------------------------------------------
@@ -112,6 +114,8 @@ def test_each_process_needs_a_control_port() -> None:
             parse([*needed, f"--control=a:{port}", "--processes=2"])
 
 
+ENDS_S = 30.0
+
 # ---- processes -------------------------------------------------------------------------------
 
 
@@ -127,6 +131,13 @@ class Site:
         response = await client.request("127.0.0.1", port, "GET", path, headers=headers)
         try:
             return response.status, await response.body()
+        finally:
+            await response.close()
+
+    async def post(self, port: int, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+        response = await client.request("127.0.0.1", port, "POST", path, body, headers)
+        try:
+            return response.status, json.loads(await response.body())
         finally:
             await response.close()
 
@@ -165,14 +176,6 @@ async def crew(http: int, admin: int, control: int) -> AsyncIterator[Site]:
         await running.wait()
 
 
-def ports() -> tuple[int, int, int]:
-    """(http, admin, control), with the one after control free too."""
-    while True:
-        http, admin, control = free_ports(3)
-        if {http, admin}.isdisjoint((control, control + 1)) and control < 65000:
-            return http, admin, control
-
-
 class Tiny(FakeWorker):
     """A worker with a real tokenizer, told at both processes."""
 
@@ -183,33 +186,41 @@ class Tiny(FakeWorker):
         )
 
 
-@pytest.mark.slow
-def test_two_processes_are_one_router() -> None:
-    async def scenario() -> None:
-        http, admin, control = ports()
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Site, Tiny]]:
+    """A router of two processes that both know a worker."""
+    http, admin, control, other_control = free_ports(4)
+    both = Tiny("both", "b-0", FakeKv())
+    try:
         async with crew(http, admin, control) as site:
 
             async def serves() -> bool:
                 return (await site.get(http, "/health"))[0] == 200 and len(site.children()) == 2
 
             await site.until(serves)
-            kv = FakeKv()
-            both = Tiny("both", "b-0", kv)
             await both.start(f"127.0.0.1:{control}")
-            both.announce_to(f"127.0.0.1:{control + 1}")
+            both.announce_to(f"127.0.0.1:{other_control}")
 
             async def known() -> bool:
                 workers = (await site.page("/debug/workers"))["workers"]
                 return len(workers) == 2 and all(one["usable"] for one in workers)
 
             await site.until(known)
-            body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+            yield site, both
+    finally:
+        await both.die()
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_router() -> None:
+    body = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+
+    async def scenario() -> None:
+        async with serving() as (site, both):
 
             async def ask() -> str:
-                response = await client.request("127.0.0.1", http, "POST", "/v1/completions", body)
-                answer = json.loads(await response.body())
-                await response.close()
-                assert response.status == 200, answer
+                status, answer = await site.post(site.http, "/v1/completions", body)
+                assert status == 200, answer
                 return str(answer["id"])
 
             ids = [await ask() for _ in range(40)]
@@ -221,31 +232,42 @@ def test_two_processes_are_one_router() -> None:
             sketches = await site.page("/sketches")
             assert sketches["counters"]["ended_sequences"] == 40
             assert [one["worker"] for one in sketches["workers"]] == ["b-0"]
-            text = (await site.get(admin, "/metrics"))[1].decode()
+            text = (await site.get(site.admin, "/metrics"))[1].decode()
             assert 'completion_tokens_total{model="fake"} 160.0' in text
-
-            for path in ("/debug/requests", "/debug/workers", "/debug/state", "/sketches"):
-                assert (await site.get(admin, path, host="evil.example"))[0] == 403
-            assert (await site.get(admin, "/metrics", host="router.example"))[0] == 200
-
             state = await site.page("/debug/state")
             assert state["router"] == "r"
             assert len(state["requests"]) == live.RECENT_REQUESTS
             assert sum(state["distributions"]["ttft"]["counts"][-1:]) == 40
-            assert b"<title>PDCluster</title>" in (await site.get(admin, "/"))[1]
-            chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}],
-                    "max_tokens": 4, "ignore_eos": True, "stream": True}  # fmt: skip
-            answer = await client.request("127.0.0.1", admin, "POST", page.CHAT, chat)
-            said = json.loads(await answer.body())  # by one of the processes
-            assert (answer.status, said["error"]["type"]) == (400, "invalid_request_error")
-            assert "chat template" in said["error"]["message"]
-            await answer.close()
-            refused = await client.request(
-                "127.0.0.1", admin, "POST", page.CHAT, chat, {"origin": "https://evil.example"}
-            )
-            assert refused.status == 403
-            await refused.close()
 
+    go(scenario(), 100)
+
+
+@pytest.mark.slow
+def test_the_admin_page_of_several() -> None:
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}],
+            "max_tokens": 4, "ignore_eos": True, "stream": True}  # fmt: skip
+
+    async def scenario() -> None:
+        async with serving() as (site, _):
+            for path in ("/debug/requests", "/debug/workers", "/debug/state", "/sketches"):
+                assert (await site.get(site.admin, path, host="evil.example"))[0] == 403
+            assert (await site.get(site.admin, "/metrics", host="router.example"))[0] == 200
+            assert b"<title>PDCluster</title>" in (await site.get(site.admin, "/"))[1]
+            status, said = await site.post(site.admin, page.CHAT, chat)  # by one of the processes
+            assert (status, said["error"]["type"]) == (400, "invalid_request_error")
+            assert "chat template" in said["error"]["message"]
+            status, _ = await site.post(site.admin, page.CHAT, chat, origin="https://evil.example")
+            assert status == 403
+
+    go(scenario(), 100)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_started_again_and_all_end_when_told() -> None:
+    """Told while the new one is still being started: it ends too, and at once."""
+
+    async def scenario() -> None:
+        async with serving() as (site, _):
             killed = site.children()[0]
             killed.kill()
 
@@ -255,16 +277,40 @@ def test_two_processes_are_one_router() -> None:
 
             await site.until(replaced)
             site.process.send_signal(signal.SIGTERM)
-            assert await site.process.wait() == 0
-            await both.die()
+            async with asyncio.timeout(ENDS_S):
+                assert await site.process.wait() == 0
 
     go(scenario(), 100)
 
 
 @pytest.mark.slow
+def test_a_process_told_to_end_while_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = asyncio.create_subprocess_exec
+
+    async def scenario() -> None:
+        http, admin, control = free_ports(3)
+        told = [*NEEDED[:2], f"--http=127.0.0.1:{http}", f"--admin=127.0.0.1:{admin}",
+                f"--control=127.0.0.1:{control}"]  # fmt: skip
+        member = Process(0, parse([*told, "--processes=2"]), [*told, "--processes=2"])
+
+        async def slowly(*command: str, **options: Any) -> asyncio.subprocess.Process:
+            process = await real(*command, **options)
+            member.tell(signal.SIGTERM)  # there, and not yet known to its member
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
+        try:
+            assert await member.run() == 0
+        finally:
+            member.close()
+
+    go(scenario(), ENDS_S)
+
+
+@pytest.mark.slow
 def test_a_router_whose_port_is_taken_ends() -> None:
     async def scenario() -> None:
-        http, admin, control = ports()
+        http, admin, control, _ = free_ports(4)
         taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", http)
         try:
             async with crew(http, admin, control) as site:

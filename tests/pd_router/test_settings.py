@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pd_router.settings import Address, Settings, parse
+from tests.ports import free_ports
 
 NEEDED = ["--model=m", "--router-name=r-0", "--http=[::1]:80", "--admin=a:1", "--control=b:0"]
 
@@ -54,14 +55,6 @@ def test_wrong_flags_are_told(flag: str, says: str, capsys: pytest.CaptureFixtur
         parse([*NEEDED, flag])
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 @contextmanager

@@ -23,10 +23,11 @@ import yaml
 from pd_operator import alerts, api, web
 from pd_operator.metrics import CONTENT_TYPE
 from tests import client
-from tests.cluster import Cluster, free_port, http_get, serving, spec
+from tests.cluster import Cluster, http_get, serving, spec
 from tests.pd_operator.fake_api import FakeApi
 from tests.pd_operator.objects import document
 from tests.pd_operator.test_service import operating, until
+from tests.ports import free_port
 from tests.tiny_model import tiny_model_dir
 from tests.watch.conftest import PROMETHEUS
 from tests.watched import BOARDS, queries
