@@ -6,7 +6,8 @@ worker). Decode has a core of its own; prefill worker, control, router and this 
 the other. Then one `both` worker on both cores, without chunks and with them.
 
 Inter-token latencies are the gaps between a chat's events as the client sees them, while
-the prompt is computed and handed over: from its arrival to its second token.
+the prompt is computed and handed over: from its arrival to its second token. Nobody guesses
+tokens here: with speculation several come at once, and gaps would tell of that instead.
 """
 
 import asyncio
@@ -34,6 +35,7 @@ CHATS = 4
 CHUNK = 512
 _BUSY_CORE, _DECODE_CORE = {0}, {1}
 _CHAT_TOKENS = 1500
+_NO_GUESSES = {"method": "none"}
 _ENOUGH = 500  # gaps a phase, all rounds together
 _HEAD = ("phase", "gaps", "ITL p50 ms", "p99 ms", "max ms", "long TTFT s")
 
@@ -212,7 +214,7 @@ async def both_rounds(
 def run_pd(folder: Path, plan: Plan, prompts: Iterator[str]) -> dict[str, list[Phase]]:
     pools = {
         "prefill": {"replicas": 1, "engine": {"threads": 1, "chunkTokens": CHUNK}},
-        "decode": {"replicas": 1, "engine": {"threads": 1}},
+        "decode": {"replicas": 1, "engine": {"threads": 1, "speculation": _NO_GUESSES}},
     }
     with (
         tempfile.TemporaryDirectory() as work,
@@ -228,7 +230,8 @@ def run_pd(folder: Path, plan: Plan, prompts: Iterator[str]) -> dict[str, list[P
 def run_both(
     folder: Path, plan: Plan, prompts: Iterator[str], chunk: int
 ) -> dict[str, list[Phase]]:
-    pools = {"colocated": {"replicas": 1, "engine": {"chunkTokens": chunk}}}
+    engine = {"chunkTokens": chunk, "speculation": _NO_GUESSES}
+    pools = {"colocated": {"replicas": 1, "engine": engine}}
     with (
         tempfile.TemporaryDirectory() as work,
         serving(spec(folder, dtype="auto", **pools), Path(work)) as cluster,
