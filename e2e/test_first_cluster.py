@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Coroutine
 from typing import Any
 
@@ -87,7 +88,10 @@ def right_answer(tokens: int) -> str:
 def measured_columns(site: Site, namespace: str) -> dict[str, str] | None:
     """`kubectl get pdc` by column, once it has latencies."""
     head, row = site.kubectl("get", "pdc", NAME, "-n", namespace).splitlines()
-    columns = dict(zip(head.split(), row.split(), strict=False))
+    # By place: a column that is empty yet isn't there in the row's words.
+    starts = [match.start() for match in re.finditer(r"\S+", head)]
+    cells = [row[a:b].strip() for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    columns = dict(zip(head.split(), cells, strict=True))
     return columns if columns["TPOT"].endswith(("ms", "s")) else None
 
 
