@@ -18,6 +18,7 @@ IMAGES := operator router engine
 TOOLS := browser clients dashboards docs
 PORT ?= 8000
 JOBS ?= 2
+MINUTES ?= 60
 
 .PHONY: help
 help: ## list these targets
@@ -90,8 +91,9 @@ chart-test: $(STAMP) kube-control-plane ## the chart with Helm and a real API se
 	@$(BIN)/python -m pytest tests/test_chart.py tests/envtest/test_chart.py
 
 .PHONY: soak
-soak: $(STAMP) ## 10,000 seeds of the protocol's simulation (some ten minutes)
+soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, then MINUTES=60 of requests with faults
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
+	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 .PHONY: check
 check: $(STAMP) ## format, lint, types, import rules, generated files, lock
