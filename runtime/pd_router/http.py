@@ -47,16 +47,29 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_message = False
         self._refuses = False
         self._on_gone: Callable[[], None] | None = None
-        if len(self.connections) > MAX_CONNECTIONS:
+        self._idlers: dict[BoundedProtocol, None] = self.server_state.idlers
+        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             transport.abort()
             return
+        self._idlers[self] = None
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._set_timer(HEAD_DEADLINE_S)
 
+    def _make_room(self) -> bool:
+        """Ends the connection that has asked for nothing for longest, so that no number of
+        them locks out those who ask. False when all are being answered."""
+        longest = next(iter(self._idlers), None)
+        if longest is None:
+            return False
+        del self._idlers[longest]
+        longest.transport.abort()
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_timer()
+        self._idlers.pop(self, None)
         super().connection_lost(exc)
         gone, self._on_gone = self._on_gone, None
         if gone is not None:
@@ -99,6 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_bytes, self._bare_bytes = None, 0
         self._clear_timer()
+        self._idlers.pop(self, None)
         if self.cycle is not None and not self.cycle.response_complete:
             self._refuses = True
             self.cycle.keep_alive = False
@@ -119,6 +133,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if not self.transport.is_closing():
+            self._idlers[self] = None
         if self._in_message and not self.transport.is_closing():
             # Answered before its body came (413, say): let the client finish sending, or
             # it may never see the answer.
@@ -228,6 +244,7 @@ class _State(ServerState):
     def __init__(self) -> None:
         super().__init__()
         self.flusher = Flusher(asyncio.get_running_loop())
+        self.idlers: dict[BoundedProtocol, None] = {}  # of no request now; longest comes first
 
 
 class HttpServer(uvicorn.Server):

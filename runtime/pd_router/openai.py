@@ -31,7 +31,7 @@ MAX_STOP_CHARS = 1000
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_BIAS = 100
-MAX_REPETITION_PENALTY = 10
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.001, 10
 MAX_TOP_LOGPROBS = 20
 MOST_TOKENS = (1 << 31) - 1
 MAX_SEQUENCES = 128  # prompts times choices
@@ -71,7 +71,9 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     # Extensions under the names that vLLM gave them.
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: _Share | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: (
+        Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
     min_tokens: _Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None

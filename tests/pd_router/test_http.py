@@ -2,6 +2,7 @@
 heads without an end, rubbish, pipelining, keep-alive, and that each wait has its bound."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -358,9 +359,9 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> None:
         async with rig() as r, connected(r) as first, connected(r) as second:
-            for reader, writer in (first, second):
-                writer.write(head("/health", "GET"))
-                assert (await answered(reader, writer))[0] == 200
+            for _, writer in (first, second):
+                writer.write(head(length=len(BODY)) + BODY)
+                await r.sessions.generation()
             with pytest.raises(ConnectionError):
                 await _health(r)
             first[1].transport.abort()
@@ -371,6 +372,26 @@ def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                         break
                     except ConnectionError:
                         await asyncio.sleep(0.01)
+
+    go(scenario())
+
+
+def test_who_asks_for_nothing_makes_room_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
+
+    async def scenario() -> None:
+        async with rig() as r, connected(r) as first, connected(r) as half, connected(r) as busy:
+            busy[1].write(head(length=len(BODY)) + BODY)
+            generation = await r.sessions.generation()
+            half[1].write(b"GET /health HT")
+            first[1].write(head("/health", "GET"))
+            assert (await answered(*first))[0] == 200
+            assert await _health(r) == 200
+            with contextlib.suppress(ConnectionError):  # it has been at it for longest
+                assert await half[0].read(1) == b""
+            first[1].write(head("/health", "GET"))
+            assert (await answered(*first))[0] == 200
+            assert not generation.cancelled.is_set()
 
     go(scenario())
 
