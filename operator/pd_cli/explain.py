@@ -40,7 +40,11 @@ def command(
         return
     if name is None:
         raise click.UsageError("a NAME is needed")
-    said = list(file) if file is not None else _kept(name)
+    say(list(file) if file is not None else _kept(name), name, last, output)
+
+
+def say(said: Iterable[str], name: str, last: int, output: str) -> None:
+    """Prints the last decisions about NAME that these lines hold; ends with 1 without any."""
     found = _of(said, name)
     if not found:
         why = "pools without scaling.mode SLO have none, nor have routers that tell nothing yet"

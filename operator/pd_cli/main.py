@@ -16,6 +16,7 @@ _COMMANDS = {
     "simulate": ("pd_cli.simulate", "Simulate a trace of requests on a cluster."),
     "down": ("pd_cli.down", "End a PDCluster that runs on this machine."),
     "logs": ("pd_cli.logs", "Print what a pod has said."),
+    "completion": ("pd_cli.completion", "Print what a shell needs to complete these words."),
     "quickstart": ("pd_cli.quickstart", "Bring a PDCluster up and stream one answer."),
 }
 

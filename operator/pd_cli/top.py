@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ import click
 _TIMEOUT_S = 2.0
 _ADMIN_PORT = 9090
 Place = tuple[str, int]
+Find = Callable[[], Sequence[Place]]
 
 
 @click.command(name="top")
@@ -28,10 +29,15 @@ def command(name: str | None, url: str | None, every: float, once: bool, output:
     NAME may be left out when only one PDCluster runs on this machine. For one on Kubernetes:
     kubectl port-forward deployment/NAME-router 9090, then --url http://localhost:9090.
     """
+    watch(lambda: [_place(url)] if url else _running(name), every, once, output)
+
+
+def watch(places: Find, every: float, once: bool, output: str) -> None:
+    """Shows what the routers at these places tell; ends with 1 where nobody answers."""
     once = once or output == "json" or not sys.stdout.isatty()
     try:
         with suppress(KeyboardInterrupt):
-            asyncio.run(_watch(name, url, every, once, output))
+            asyncio.run(_watch(places, every, once, output))
     except _NothingToSee as error:
         click.echo(str(error), err=True)
         sys.exit(1)
@@ -41,13 +47,13 @@ class _NothingToSee(Exception):
     """Nobody answers; the message says what to do."""
 
 
-async def _watch(name: str | None, url: str | None, every: float, once: bool, output: str) -> None:
+async def _watch(places: Find, every: float, once: bool, output: str) -> None:
     from rich.console import Console
     from rich.live import Live
 
     from pd_cli.topview import Latency, screen
 
-    state = await _look(name, url)
+    state = await _look(places)
     if output == "json":
         click.echo(json.dumps(state, indent=2))
         return
@@ -65,14 +71,14 @@ async def _watch(name: str | None, url: str | None, every: float, once: bool, ou
     with Live(drawn(state), console=console, screen=True, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(every)
-            live.update(drawn(await _look(name, url)), refresh=True)
+            live.update(drawn(await _look(places)), refresh=True)
 
 
-async def _look(name: str | None, url: str | None) -> dict[str, Any]:
+async def _look(find: Find) -> dict[str, Any]:
     """What all routers that answer say, as one."""
     from pd_router import live
 
-    places = [_place(url)] if url else _running(name)
+    places = find()
     answers = await asyncio.gather(*(_ask(place) for place in places))
     documents = [one for one in answers if one is not None]
     if not documents:

@@ -35,6 +35,21 @@ def test_help(command: str) -> None:
     assert command in cli("--help")[1]
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    code, said = cli("completion", shell)
+    assert code == 0
+    assert "_PDCLUSTER_COMPLETE" in said
+
+
+def test_a_word_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_PDCLUSTER_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "pdcluster simulate --tr")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    result = CliRunner().invoke(main, prog_name="pdcluster", complete_var="_PDCLUSTER_COMPLETE")
+    assert "plain,--trace" in result.output
+
+
 def test_an_unknown_command() -> None:
     code, said = cli("upp")
     assert code == 2

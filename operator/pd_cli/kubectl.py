@@ -1,0 +1,217 @@
+"""`kubectl pd …`: the command for PDClusters on Kubernetes, through kubectl's own access.
+
+kubectl finds it as `kubectl-pd` on the PATH. What it shows comes by `kubectl get`, `logs` and
+`port-forward`, so contexts, credentials and rights are kubectl's; nothing here speaks to an
+API server. Commands that need no cluster (estimate, advise, simulate, validate) are the same.
+"""
+
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import IO, Any
+
+import click
+
+from pd_cli import main as here
+
+_ROUTERS = "pdcluster.dev/role=router,pdcluster.dev/cluster={}"
+_PODS = "pdcluster.dev/cluster={}"
+_OPERATORS = "app.kubernetes.io/component=operator,app.kubernetes.io/name=pdcluster-operator"
+_ADMIN_PORT = 9090
+_FORWARD_S = 20.0
+_CALL_S = 60.0
+_LOG_LINES = 5000
+_FORWARDED = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
+_SAME = ("estimate", "advise", "simulate", "validate")
+
+Access = Sequence[str]
+"""kubectl's own flags: --context, --namespace, …"""
+
+
+class Kubectl:
+    """kubectl with the flags that the user gave."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = tuple(access)
+
+    def run(self, *arguments: str) -> str:
+        """Its output. ClickException with its own words when it fails."""
+        command = ["kubectl", *self._access, *arguments]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_CALL_S, check=False
+            )
+        except FileNotFoundError:
+            raise click.ClickException("there is no kubectl on the PATH") from None
+        except subprocess.TimeoutExpired:
+            message = f"kubectl {arguments[0]} gave no answer within {_CALL_S:.0f} s"
+            raise click.ClickException(message) from None
+        if done.returncode != 0:
+            raise click.ClickException(done.stderr.strip() or f"kubectl {arguments[0]} failed")
+        return done.stdout
+
+    def get(self, *arguments: str) -> Any:
+        return json.loads(self.run("get", *arguments, "-o", "json"))
+
+    @contextmanager
+    def forwarded(self, pod: str, port: int) -> Iterator[int]:
+        """A port of this machine that leads to the pod's while the block runs."""
+        command = ["kubectl", *self._access, "port-forward", f"pod/{pod}", f":{port}"]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if process.stdout is None:
+            raise AssertionError("a pipe was asked for")
+        try:
+            yield _port(process.stdout, pod)
+        finally:
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _port(said: IO[str], pod: str) -> int:
+    """The port that kubectl tells; its output is read on, so that it never waits for us."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        with suppress(ValueError):  # closed
+            for line in said:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    heard, until = "", time.monotonic() + _FORWARD_S
+    while (left := until - time.monotonic()) > 0:
+        try:
+            line = lines.get(timeout=left)
+        except queue.Empty:
+            break
+        if line is None:
+            raise click.ClickException(f"no way to {pod}: {heard.strip() or 'kubectl ended'}")
+        if found := _FORWARDED.search(line):
+            return int(found[1])
+        heard += line
+    raise click.ClickException(f"kubectl didn't forward a port to {pod} in {_FORWARD_S:.0f} s")
+
+
+def _routers(kubectl: Kubectl, name: str) -> list[str]:
+    """Router pods that are ready."""
+    pods = kubectl.get("pods", "-l", _ROUTERS.format(name))["items"]
+    ready = [pod["metadata"]["name"] for pod in pods if _is_ready(pod)]
+    if not ready:
+        kubectl.run("get", "pdcluster", name)  # says so where there's no such object
+        raise click.ClickException(f"no router of {name} is ready; see: kubectl pd status {name}")
+    return ready
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+
+
+# ---- commands ----------------------------------------------------------------------------
+
+
+class _Plugin(click.Group):
+    """Our own commands, and those that are the same everywhere."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *_SAME]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _SAME:
+            return here.main.get_command(ctx, cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+
+@click.group(cls=_Plugin, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-n", "--namespace", help="As kubectl's.")
+@click.option("--context", help="As kubectl's.")
+@click.option("--kubeconfig", help="As kubectl's.")
+@click.version_option(package_name="pdcluster")
+@click.pass_context
+def main(
+    ctx: click.Context, namespace: str | None, context: str | None, kubeconfig: str | None
+) -> None:
+    """PDClusters on Kubernetes, through kubectl."""
+    given = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
+    ctx.obj = Kubectl([f"{flag}={value}" for flag, value in given.items() if value])
+
+
+@main.command()
+@click.argument("name", required=False)
+@click.pass_obj
+def status(kubectl: Kubectl, name: str | None) -> None:
+    """Show PDClusters; of one, its conditions, pods and what happened last."""
+    if name is None:
+        click.echo(kubectl.run("get", "pdclusters"), nl=False)
+        return
+    found = kubectl.get("pdcluster", name)
+    click.echo(kubectl.run("get", "pdcluster", name))
+    for one in found.get("status", {}).get("conditions", ()):
+        click.echo(f"{one['type']:16} {one['status']:8} {one['reason']:24} {one['message']}")
+    click.echo("\n" + kubectl.run("get", "pods", "-l", _PODS.format(name), "-o", "wide"))
+    chosen = f"involvedObject.name={name},involvedObject.kind=PDCluster"
+    click.echo(kubectl.run("get", "events", "--field-selector", chosen), nl=False)
+
+
+@main.command()
+@click.argument("name")
+@click.option("--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True,
+              help="Seconds between two looks.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Print once and end.")
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@click.pass_obj
+def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> None:
+    """Watch workers, latencies and recent requests of NAME until Ctrl-C."""
+    from pd_cli.top import watch
+
+    with ExitStack() as stack:
+        ports = [
+            stack.enter_context(kubectl.forwarded(pod, _ADMIN_PORT))
+            for pod in _routers(kubectl, name)
+        ]
+        watch(lambda: [("127.0.0.1", port) for port in ports], every, once, output)
+
+
+@main.command(name="open")
+@click.argument("name")
+@click.pass_obj
+def open_page(kubectl: Kubectl, name: str) -> None:
+    """Make the live page of NAME's router reachable from here until Ctrl-C."""
+    with kubectl.forwarded(_routers(kubectl, name)[0], _ADMIN_PORT) as port:
+        click.echo(f"http://127.0.0.1:{port}/ until Ctrl-C")
+        sys.stdout.flush()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+@main.command()
+@click.argument("name")
+@click.option("--last", type=click.IntRange(1, 1000), default=5, show_default=True,
+              help="So many decisions of each pool.")  # fmt: skip
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@click.pass_obj
+def explain(kubectl: Kubectl, name: str, last: int, output: str) -> None:
+    """Say why the pools of NAME have the sizes that they have, from the operators' logs."""
+    from pd_cli.explain import say
+
+    pods = kubectl.get("pods", "--all-namespaces", "-l", _OPERATORS)["items"]
+    if not pods:
+        raise click.ClickException("no operator's pod is found: is the chart installed?")
+    said: list[str] = []
+    for pod in pods:
+        place, operator = pod["metadata"]["namespace"], pod["metadata"]["name"]
+        logs = ("logs", f"--namespace={place}", f"--tail={_LOG_LINES}", operator)
+        said += kubectl.run(*logs).splitlines()
+    say(said, name, last, output)

@@ -1,0 +1,174 @@
+"""Covers pd_cli.kubectl, `kubectl pd …`: what it asks of kubectl and makes of the answers.
+
+kubectl is played by a small program on the PATH that answers as it does.
+"""
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_operator import web
+from tests.pd_cli.test_top import state
+
+_PLAYED = """#!{python}
+import json, os, sys, time
+folder = os.path.dirname(os.path.abspath(__file__))
+with open(os.path.join(folder, "asked"), "a") as file:
+    file.write(" ".join(sys.argv[1:]) + "\\n")
+words = [word for word in sys.argv[1:] if not word.startswith("--")]
+answers = json.load(open(os.path.join(folder, "answers")))
+if words[0] == "port-forward":
+    print("Forwarding from 127.0.0.1:%s -> 9090" % answers["port"], flush=True)
+    time.sleep(60)
+key = " ".join(words[:2])
+if key not in answers:
+    print("Error from server (NotFound): " + key, file=sys.stderr)
+    sys.exit(1)
+found = answers[key]
+print(found if isinstance(found, str) else json.dumps(found))
+"""
+CONDITION = {"type": "Ready", "status": "False", "reason": "Waiting", "message": "1/2 workers"}
+
+
+def pod(name: str, ready: bool = True) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
+    metadata = {"name": name, "namespace": "system"}
+    return {"metadata": metadata, "status": {"conditions": conditions}}
+
+
+class Played:
+    """A kubectl that gives these answers, by its first two words."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        program = folder / "kubectl"
+        program.write_text(_PLAYED.replace("{python}", sys.executable))
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        self.answers: dict[str, Any] = {}
+
+    def pd(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        (self._folder / "answers").write_text(json.dumps(self.answers))
+        return subprocess.run(
+            [sys.executable, "-c", "from pd_cli.kubectl import main; main()", *arguments],
+            env=os.environ | {"PATH": f"{self._folder}:{os.environ['PATH']}"},
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    @property
+    def asked(self) -> list[str]:
+        return (self._folder / "asked").read_text().splitlines()
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path) -> Played:
+    return Played(tmp_path)
+
+
+@contextmanager
+def router(document: dict[str, Any]) -> Iterator[int]:
+    """A router's admin port on this machine."""
+    ports: list[int] = []
+    there, over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        page = json.dumps(document).encode()
+        async with web.serving(
+            {("127.0.0.1", 0): {"/debug/state": lambda: web.Page(page)}}
+        ) as found:
+            ports.extend(found)
+            there.set()
+            await asyncio.to_thread(over.wait, 60)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert there.wait(30)
+        yield ports[0]
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_status_of_all_is_kubectls(kubectl: Played) -> None:
+    kubectl.answers = {"get pdclusters": "NAME   READY\nchat   True"}
+    assert kubectl.pd("-n", "team", "status").stdout == "NAME   READY\nchat   True\n"
+    assert kubectl.asked == ["--namespace=team get pdclusters"]
+
+
+@pytest.mark.slow
+def test_status_of_one_says_what_is_wrong(kubectl: Played) -> None:
+    kubectl.answers = {
+        "get pdcluster": {"status": {"conditions": [CONDITION]}},
+        "get pods": "the pods",
+        "get events": "the events",
+    }
+    said = kubectl.pd("--context", "c", "status", "chat").stdout
+    for words in ("Ready            False    Waiting", "1/2 workers", "the pods", "the events"):
+        assert words in said
+    assert all(line.startswith("--context=c get ") for line in kubectl.asked)
+
+
+@pytest.mark.slow
+def test_top_goes_through_forwarded_ports(kubectl: Played) -> None:
+    with router(state("chat-router-0")) as port:
+        kubectl.answers = {"get pods": {"items": [pod("r-0"), pod("r-1", False)]}, "port": port}
+        done = kubectl.pd("top", "chat", "--once")
+    assert "d-10" in done.stdout, done.stderr
+    forwards = [line for line in kubectl.asked if "port-forward" in line]
+    assert forwards == ["port-forward pod/r-0 :9090"]
+
+
+@pytest.mark.slow
+def test_explain_reads_the_operators_logs(kubectl: Played) -> None:
+    kubectl.answers = {"get pods": {"items": [pod("op-0")]}, "logs op-0": "nothing of the kind"}
+    done = kubectl.pd("explain", "chat")
+    assert (done.returncode, "no decision about chat" in done.stderr) == (1, True)
+    assert "logs --namespace=system --tail=5000 op-0" in kubectl.asked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "answers", "says"),
+    [
+        (("top", "chat"), {"get pods": {"items": []}}, "NotFound"),
+        (
+            ("open", "chat"),
+            {"get pods": {"items": [pod("r-0", False)]}, "get pdcluster": "chat"},
+            "no router of chat is ready; see: kubectl pd status chat",
+        ),
+        (("explain", "chat"), {"get pods": {"items": []}}, "no operator's pod is found"),
+        (("status", "chat"), {}, "Error from server (NotFound): get pdcluster"),
+    ],
+)
+def test_what_can_not_be_had_is_said(
+    arguments: tuple[str, ...], answers: dict[str, Any], says: str, kubectl: Played
+) -> None:
+    kubectl.answers = answers
+    done = kubectl.pd(*arguments)
+    assert done.returncode == 1
+    assert says in done.stderr
+
+
+@pytest.mark.slow
+def test_without_kubectl(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from pd_cli.kubectl import main; main()", "status"],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, "there is no kubectl on the PATH" in done.stderr) == (1, True)
+
+
+def test_commands_that_need_no_cluster_are_the_same(kubectl: Played) -> None:
+    done = kubectl.pd("estimate", "--help")
+    assert "Estimate the hand-over" in done.stdout, done.stderr
