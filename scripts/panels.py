@@ -193,6 +193,17 @@ POOLS = Board(
             _panel("KV in use", "percentunit", "What no new request can have, of each worker.",
                    (f'sum by (worker) ({_E}_kv_blocks{{{OF},state=~"active|granted|quarantined"}})'
                     f" / sum by (worker) ({_E}_kv_blocks{{{OF}}})", "{{worker}}")),
+            _panel("KV kept beyond the pool", "short", "Blocks, where spec says retention.",
+                   (f"sum by (pool, store) ({_E}_kv_kept_blocks{{{OF}}})", "{{pool}} {{store}}"),
+                   kind="stacked"),
+            _panel("KV that came back", "short",
+                   "Tokens a second; and prompts a second that were computed, since that is "
+                   "faster.",
+                   (_rate(f"{_E}_kv_restored_tokens_total", "pool, store"), "{{pool}} {{store}}"),
+                   (_rate(f"{_E}_kv_restores_declined_total", "pool, store"),
+                    "{{pool}} {{store}}, computed")),
+            _panel("Reading it back", "s", "",
+                   *_quantiles(f"{_E}_kv_restore_seconds", "", 0.5, 0.99)),
             _panel("Requests that wait for room", "short", "On decode workers.",
                    (f"{_E}_waiting_grants{{{OF}}}", "{{worker}}")),
             _panel("Waiting for room", "s", "As routers see it, and workers.",
@@ -219,6 +230,9 @@ POOLS = Board(
             _panel("Failures at workers", "reqps", "By kind.",
                    (_rate(f"{_E}_failures_total", "pool, kind"), "{{pool}} {{kind}}"),
                    kind="stacked"),
+            _panel("Stores of kept KV that failed", "short", "Writes and reads a second.",
+                   (_rate(f"{_E}_kv_store_failures_total", "worker, store"),
+                    "{{worker}} {{store}}")),
         )),
     ),
 )  # fmt: skip

@@ -249,7 +249,7 @@ def _pool(role: Role, node: Node) -> Pool:
         apiparts.engine(node.child_or_empty("engine"), accelerator, role is not Role.PREFILL),
         apiparts.template(node.child("template"), "engine"),
     )
-    node.not_yet("sessionRetention", "parallelism")
+    node.not_yet("parallelism")
     node.close()
     return pool
 

@@ -14,6 +14,7 @@ from pd_operator.apitypes import (
     HuggingFace,
     Model,
     ModelImage,
+    Retention,
     Source,
     Template,
     Toleration,
@@ -23,8 +24,11 @@ from pd_operator.apitypes import (
 from pd_operator.fields import LABEL_KEY, LABEL_VALUE, NAME_PATTERN, OBJECT_PATTERN, Node, show
 
 BUILTIN_MODELS = ("smollm2-135m-instruct",)
-OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "api-keys")
-OWN_PATHS = ("/tmp", "/models", "/source", "/dev/shm", "/home/pdcluster", "/etc/pdcluster/api-keys")
+OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "kv-store", "api-keys")
+OWN_PATHS = (
+    "/tmp", "/models", "/source", "/dev/shm", "/home/pdcluster", "/etc/pdcluster/api-keys",
+    "/var/lib/pdcluster/kv",
+)  # fmt: skip
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?")
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_.-]+")
@@ -140,6 +144,7 @@ def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
         kv_cache_tokens=None if by_fraction else kv_tokens,
         kv_cache_fraction=kv_fraction if by_fraction else None,
         draft_tokens=_draft_tokens(node, decodes),
+        retention=_retention(node.child("retention")),
     )
     if made.chunk_tokens > made.max_batch_tokens:
         problem = f"is {made.chunk_tokens}, above maxBatchTokens ({made.max_batch_tokens})"
@@ -147,7 +152,7 @@ def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
     if made.kv_cache_tokens is not None and made.kv_cache_tokens < made.block_tokens:
         problem = f"is {made.kv_cache_tokens}, less than a block ({made.block_tokens} tokens)"
         node.error("kvCacheTokens", problem, "write at least blockTokens")
-    node.not_yet("attention", "cudaGraphs", "hostCacheTokens")
+    node.not_yet("attention", "cudaGraphs")
     node.close()
     return made
 
@@ -163,6 +168,22 @@ def _draft_tokens(node: Node, decodes: bool) -> int | None:
     most = speculation.integer("maxDraftTokens", 8, 1, 64)
     speculation.close()
     return most if method == "ngram" else 0
+
+
+def _retention(node: Node | None) -> Retention | None:
+    if node is None:
+        return None
+    made = Retention(
+        node.duration("ttl", 0.0, 1, 8760 * 3600) or None,
+        node.number("maxShare", 1.0, above=0, below=1),
+        node.quantity("hostMemory"),
+        node.quantity("disk"),
+    )
+    if made.disk and not node.has("hostMemory"):
+        problem = "is written through host memory, of which there is none"
+        node.error("disk", problem, 'write hostMemory too, such as "2Gi"')
+    node.close()
+    return made
 
 
 def template(node: Node | None, container: str) -> Template:

@@ -121,6 +121,18 @@ class Accelerator:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How long KV that nobody uses stays, and where. None: as long as there's room; the
+    stores are canonical quantities, "" for none.
+    """
+
+    ttl_s: float | None
+    max_share: float
+    host_memory: str
+    disk: str
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """Engine settings of a pool. 0 chunk tokens: whole prompts; 0 threads: torch decides;
     0 draft tokens: no speculation, None: as the engine does by itself.
@@ -137,6 +149,7 @@ class Engine:
     kv_cache_tokens: int | None
     kv_cache_fraction: float | None
     draft_tokens: int | None
+    retention: Retention | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,22 @@ def canonical_quantity(text: str) -> str | None:
     return _largest_unit(thousandths, 1000, _DECIMAL)
 
 
+def quantity_bytes(text: str) -> int:
+    """A canonical quantity as a whole number, rounded up; 0 for "".
+
+    ValueError for anything else.
+    """
+    if not text:
+        return 0
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no quantity")
+    number, suffix = Fraction(match.group(1)), match.group(2)
+    if suffix in _BINARY[1:]:
+        return math.ceil(number * 1024 ** _BINARY.index(suffix))
+    return math.ceil(number * Fraction(1000) ** (_DECIMAL.index(suffix) - 1))
+
+
 def _largest_unit(value: Fraction, step: int, units: Sequence[str]) -> str:
     """The value as a whole number of the largest unit that allows it, rounded up."""
     whole = math.ceil(value)

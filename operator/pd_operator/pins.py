@@ -70,7 +70,7 @@ def _own(pool: Pool) -> Pool:
 def _other(pool: Pool) -> Pool:
     engine = replace(
         pool.engine, chunk_tokens=0, max_batch_tokens=0, max_running=0, max_queued=0, threads=0,
-        kv_cache_tokens=None, kv_cache_fraction=None, draft_tokens=None,
+        kv_cache_tokens=None, kv_cache_fraction=None, draft_tokens=None, retention=None,
     )  # fmt: skip
     return Pool(pool.role, 0, None, None, 0.0, engine, Template(image=pool.template.image))
 

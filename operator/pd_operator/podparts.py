@@ -10,6 +10,7 @@ Manifest = dict[str, Any]
 
 HOSTNAME = "kubernetes.io/hostname"
 LIVENESS_FAILURES = 6
+PATIENT_FAILURES = 20
 LIVENESS_GRACE_S = 2
 """A process that doesn't answer can't drain either."""
 USER_ID = 65532
@@ -104,9 +105,9 @@ def probe(path: str, port: str, *, period_s: int, failures: int, timeout_s: int 
     }
 
 
-def liveness(path: str, port: str) -> Manifest:
-    """Finds a process that stands still within about six seconds."""
-    found = probe(path, port, period_s=1, timeout_s=1, failures=LIVENESS_FAILURES)
+def liveness(path: str, port: str, failures: int = LIVENESS_FAILURES) -> Manifest:
+    """Finds a process that stands still within about so many seconds."""
+    found = probe(path, port, period_s=1, timeout_s=1, failures=failures)
     return found | {"terminationGracePeriodSeconds": LIVENESS_GRACE_S}
 
 

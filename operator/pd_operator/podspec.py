@@ -5,7 +5,8 @@ import json
 import math
 
 from pd_operator import podparts
-from pd_operator.api import Cluster, Pool, Role
+from pd_operator.api import Cluster, Engine, Pool, Role
+from pd_operator.fields import canonical_quantity, quantity_bytes
 from pd_operator.manifests import CLUSTER_LABEL as CLUSTER_LABEL
 from pd_operator.manifests import REVISION_LABEL as REVISION_LABEL
 from pd_operator.manifests import ROLE_LABEL as ROLE_LABEL
@@ -31,8 +32,11 @@ GRACE_MARGIN_S = 15
 ROUTER_PRESTOP_S = 5
 """How long a router goes on after it left the Service, until every node has noticed."""
 API_KEYS_PATH = "/etc/pdcluster/api-keys"
+KV_STORE_PATH = "/var/lib/pdcluster/kv"
 SHM_SIZE = "8Gi"
 """At most: it counts as the container's memory, as far as it is used."""
+_STORE_MARGIN_KIB = 64 << 10
+"""A pod is evicted when a volume is over its limit, file system's overhead included."""
 
 
 def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifest:
@@ -42,6 +46,7 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
     image = template.image or settings.engine_image
     model = model_files(cluster.model.source, image, template, settings)
     shm_volumes, shm_mounts = _shared_memory(pool)
+    store_volumes, store_mounts = _kv_store(pool)
     fields = {
         "command": list(settings.engine_command),
         "args": _engine_args(cluster, pool, model.path, pair_revision(cluster, settings)),
@@ -54,7 +59,8 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         "readinessProbe": podparts.probe("/readyz", "health", period_s=2, failures=3),
         "livenessProbe": podparts.liveness("/livez", "health"),
         "volumeMounts": [
-            *SCRATCH_MOUNTS, *model.mounts, *shm_mounts, *podparts.own_mounts(template),
+            *SCRATCH_MOUNTS, *model.mounts, *shm_mounts, *store_mounts,
+            *podparts.own_mounts(template),
         ],
         **_worker_resources(cluster, pool, settings),
     }  # fmt: skip
@@ -64,7 +70,7 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         template,
         [podparts.container("engine", image, template, fields)],
         model.init_containers,
-        [*SCRATCH_VOLUMES, *model.volumes, *shm_volumes],
+        [*SCRATCH_VOLUMES, *model.volumes, *shm_volumes, *store_volumes],
         _drain_grace_s(cluster),
     )
     if pool.accelerator and pool.accelerator.product:
@@ -125,7 +131,9 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         # endpoints would refuse connections where clients should get a 503.
         "startupProbe": podparts.probe("/health", "http", period_s=1, failures=60),
         "readinessProbe": podparts.probe("/health", "http", period_s=2, failures=3),
-        "livenessProbe": podparts.liveness("/health", "admin"),
+        # Other routers and retries stand in for a worker; ending a router ends its streams,
+        # and on a node without a core to spare it may be late for some seconds.
+        "livenessProbe": podparts.liveness("/health", "admin", podparts.PATIENT_FAILURES),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
         "volumeMounts": [*SCRATCH_MOUNTS, *key_mounts, *podparts.own_mounts(template)],
         **podparts.resources(template.requests, template.limits),
@@ -196,7 +204,22 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         flags["kv-cache-fraction"] = f"{engine.kv_cache_fraction:g}"
     if engine.draft_tokens is not None:
         flags["draft-tokens"] = engine.draft_tokens
-    return [f"--{name}={value}" for name, value in flags.items()]
+    return [f"--{name}={value}" for name, value in (flags | _retention(engine)).items()]
+
+
+def _retention(engine: Engine) -> dict[str, object]:
+    kept = engine.retention
+    if kept is None:
+        return {}
+    flags: dict[str, object] = {"kv-idle-share": f"{kept.max_share:g}"}
+    if kept.ttl_s is not None:
+        flags["kv-ttl-s"] = f"{kept.ttl_s:g}"
+    if kept.host_memory:
+        flags["kv-host-bytes"] = quantity_bytes(kept.host_memory)
+    if kept.disk:
+        flags["kv-disk-bytes"] = quantity_bytes(kept.disk)
+        flags["kv-disk-folder"] = KV_STORE_PATH
+    return flags
 
 
 def _engine_env(pool: Pool) -> dict[str, str]:
@@ -228,6 +251,16 @@ def _shared_memory(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
         return [], []
     volume = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": SHM_SIZE}}
     return [volume], [{"name": "shm", "mountPath": "/dev/shm"}]
+
+
+def _kv_store(pool: Pool) -> tuple[list[Manifest], list[Manifest]]:
+    """The disk for kept KV: it outlives the container, and not the pod."""
+    kept = pool.engine.retention
+    if kept is None or not kept.disk:
+        return [], []
+    limit = canonical_quantity(f"{-(-quantity_bytes(kept.disk) // 1024) + _STORE_MARGIN_KIB}Ki")
+    volume = {"name": "kv-store", "emptyDir": {"sizeLimit": limit}}
+    return [volume], [{"name": "kv-store", "mountPath": KV_STORE_PATH}]
 
 
 def _drain_grace_s(cluster: Cluster) -> int:

@@ -216,7 +216,7 @@ class Announcer:
 
     def _heartbeat(self, address: str, seq: int) -> pb.Heartbeat:
         core = self._core
-        changes = core.scheduler.take_prefix_changes()
+        changes = core.take_prefix_changes()
         if changes.gained or changes.lost:
             for feed in self._feeds.values():
                 feed.add(changes)
@@ -241,5 +241,5 @@ class Announcer:
                 computed_tokens=core.metrics.computed_tokens,
             ),
         )
-        self._feeds[address].fill(beat, core.scheduler.prefixes)
+        self._feeds[address].fill(beat, core.prefixes)
         return beat

@@ -5,19 +5,24 @@ import logging
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 
+from pd_core.kv import KvLayout
 from pd_engine import server, wire
 from pd_engine.announce import Announcer
+from pd_engine.archive import Archive, Policy, Stores
 from pd_engine.blocks import BlockPool
 from pd_engine.bundle import make_bundle
 from pd_engine.core import EngineCore
 from pd_engine.guide import Guides
 from pd_engine.health import Health
+from pd_engine.hostmemory import free_host_bytes
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import KvPlane, KvSettings
 from pd_engine.kv.shm import SharedMemory
+from pd_engine.kv.slots import DiskSlots, HostSlots, disk_slot_bytes
 from pd_engine.metrics import Metrics
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +34,7 @@ log = logging.getLogger("pd_engine.assembly")
 
 _RECOMPUTE_MAX_TOKENS = 4096
 _STREAMS_CLOSE_S = 2.0
+_FLUSH_S = 5.0  # within the margin that a pod's grace period has beyond the drain
 _ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 
 
@@ -40,6 +46,7 @@ class Loaded:
     pool: SharedMemory | None  # its pool's memory, if others may read it
     bundle: pb.TokenizerBundle
     guides: Guides | None  # None: the tokenizer is of a kind that no grammar goes with
+    stores: Stores  # for KV beyond the pool
 
 
 def load(settings: Settings) -> Loaded:
@@ -66,7 +73,34 @@ def load(settings: Settings) -> Loaded:
         "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s
     )
     bundle = make_bundle(settings.model)
-    return Loaded(runner, shared[0] if shared else None, bundle, _guides(bundle, runner))
+    guides, stores = _guides(bundle, runner), _stores(settings, runner.layout)
+    return Loaded(runner, shared[0] if shared else None, bundle, guides, stores)
+
+
+def _stores(settings: Settings, layout: KvLayout) -> Stores:
+    """ValueError when a store wouldn't hold one block, or not be had; OSError by the disk."""
+    stores, size = Stores(), layout.block_bytes
+    disk_size = disk_slot_bytes(size)
+    for name, given, least in (
+        ("host", settings.kv_host_bytes, size),
+        ("disk", settings.kv_disk_bytes, disk_size),
+    ):
+        if 0 < given < least:
+            raise ValueError(
+                f"--kv-{name}-bytes={given} holds no KV block of {least} bytes; give it more, or 0"
+            )
+    if settings.kv_host_bytes:
+        free = free_host_bytes()
+        if settings.kv_host_bytes > free:
+            raise ValueError(
+                f"{settings.kv_host_bytes >> 20} MiB of host memory for KV, and {free >> 20} MiB"
+                f" are free; give the worker more memory or KV less"
+            )
+        stores.host = HostSlots(settings.kv_host_bytes // size, size)
+    if settings.kv_disk_bytes:
+        folder, slots = Path(settings.kv_disk_folder), settings.kv_disk_bytes // disk_size
+        stores.disk = DiskSlots(folder, slots, size, layout.layout_hash)
+    return stores
 
 
 def _guides(bundle: pb.TokenizerBundle, runner: Runner) -> Guides | None:
@@ -122,13 +156,26 @@ class Worker:
         self.core = EngineCore(settings, scheduler, runner, metrics)
         self._server: grpc.aio.Server | None = None
         self._announcing: asyncio.Task[None] | None = None
+        self._archiving: asyncio.Task[None] | None = None
+
+    def _archive(self, memory: KvMemory) -> Archive | None:
+        settings, stores = self._settings, self._loaded.stores
+        policy = Policy(settings.kv_ttl_s, settings.kv_idle_share)
+        if stores.host is None and policy == Policy():
+            return None
+        core, speed = self.core, self._loaded.runner.prefill_tokens_per_s
+        return Archive(core.scheduler, memory, policy, stores, core.metrics, speed)
 
     async def start(self, health: Health) -> None:
         """Binds the ports, then announces itself. OSError when a port is taken."""
         settings, runner = self._settings, self._loaded.runner
+        memory = KvMemory(runner.kv_buffer, runner.layout)
+        self.core.archive = self._archive(memory)
+        if self.core.archive is not None:
+            self._archiving = asyncio.create_task(self.core.archive.run())
         plane = KvPlane(
             runner.layout,
-            KvMemory(runner.kv_buffer, runner.layout),
+            memory,
             settings.worker_name,
             self._epoch,
             self.core,
@@ -151,11 +198,15 @@ class Worker:
         await self.core.stop()
         if self._server is not None:
             await self._server.stop(_STREAMS_CLOSE_S)
-        if self._announcing is not None:
-            self._announcing.cancel()
-            await asyncio.gather(self._announcing, return_exceptions=True)
+        for task in (self._announcing, self._archiving):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self.core.plane is not None:
             await self.core.plane.close()
+        if self.core.archive is not None:
+            await self.core.archive.flush(_FLUSH_S)
+            self.core.archive.close()
 
     def _hello(self, work_port: int) -> pb.Hello:
         settings, runner = self._settings, self._loaded.runner

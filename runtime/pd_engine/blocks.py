@@ -13,7 +13,7 @@ while it's there. What nobody holds is evicted least recently used first. A chai
 released from its end, so a prefix outlives its continuations.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -48,11 +48,14 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the next to evict comes first
+        self._cached: OrderedDict[int, float] = OrderedDict()  # since when; the next to evict first
+        self.now = 0.0  # as last told: when blocks are released from now on
         self._granted: set[int] = set()
         self._quarantined: set[int] = set()
         self._gained: dict[bytes, None] = {}  # ordered sets
         self._lost: dict[bytes, None] = {}
+        self.fresh: deque[bytes] = deque(maxlen=num_blocks)
+        """Hashes as they join the cache, for who keeps copies elsewhere."""
 
     # ---- sizes ---------------------------------------------------------------------
 
@@ -108,7 +111,7 @@ class BlockPool:
             if self._hash_of[block] is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._cached[block] = self.now
 
     # ---- the prefix cache ----------------------------------------------------------
 
@@ -134,10 +137,23 @@ class BlockPool:
             return
         self._block_of[key] = block
         self._hash_of[block] = key
+        self.fresh.append(key)
         if key in self._lost:
             del self._lost[key]
         else:
             self._gained[key] = None
+
+    def block_of(self, key: bytes) -> int | None:
+        """The block that holds it, for reading before anything else happens here."""
+        return self._block_of.get(key)
+
+    def evict_cached(self, before: float, most: int) -> None:
+        """Frees blocks that nobody has held since then, and the oldest beyond so many."""
+        while self._cached:
+            since = next(iter(self._cached.values()))
+            if since >= before and len(self._cached) <= most:
+                return
+            self._free.append(self._evict())
 
     def prefixes(self) -> tuple[bytes, ...]:
         """All hashes in the cache."""

@@ -18,6 +18,7 @@ from typing import Protocol
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_core.kv import KvLayout
 from pd_engine import wire
+from pd_engine.archive import Archive, Refill
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane
 from pd_engine.metrics import Metrics
 from pd_engine.outbox import Outbox
@@ -31,6 +32,8 @@ from pd_engine.types import (
     Granted,
     Mode,
     Prefilled,
+    PrefixChanges,
+    Request,
     RequestFailed,
     RequestKey,
     Row,
@@ -99,6 +102,8 @@ class EngineCore:
         self._runner = runner
         self.metrics = metrics
         self.plane: KvPlane | None = None
+        self.archive: Archive | None = None
+        self._refills: set[asyncio.Task[None]] = set()
         self.kv_address = ""
         self._live: dict[RequestKey, _Live] = {}
         self._streams: dict[int, Outbox] = {}
@@ -174,11 +179,42 @@ class EngineCore:
         now = time.monotonic()
         try:
             request = wire.request_from_pb(message, key, live.mode, self._runner.vocab_size, now)
-            self.scheduler.add(request, now)
         except RequestFailure as error:
             self._refuse(live, error.failure.kind, error.failure.message)
             return
         self._live[key] = live
+        if self.archive is None:
+            self._enqueue(request, live)
+            return
+        hashes = self.archive.hashes(request)
+        refill = self.archive.find(hashes, len(request.token_ids))
+        if refill is None:
+            self._enqueue(request, live, hashes)
+        else:
+            task = self._loop.create_task(self._refill(request, live, hashes, refill))
+            self._refills.add(task)
+            task.add_done_callback(self._refills.discard)
+
+    def _enqueue(self, request: Request, live: _Live, hashes: Iterable[bytes] = ()) -> None:
+        try:
+            self.scheduler.add(request, time.monotonic(), hashes)
+        except RequestFailure as error:
+            del self._live[request.key]
+            self._refuse(live, error.failure.kind, error.failure.message)
+
+    async def _refill(
+        self, request: Request, live: _Live, hashes: tuple[bytes, ...], refill: Refill
+    ) -> None:
+        """A request whose KV is kept elsewhere begins when it's back."""
+        if self.archive is None:
+            raise AssertionError("a refill without an archive")
+        try:
+            await self.archive.bring(refill)
+            if self._live.get(request.key) is live:
+                self._enqueue(request, live, hashes)
+                self.commands_done()
+        finally:
+            self.archive.repay(refill)
 
     def _refuse(self, live: _Live, kind: FailureKind, message: str) -> None:
         self.metrics.failure(kind)
@@ -527,6 +563,13 @@ class EngineCore:
     def steps(self) -> int:
         """Steps since the start."""
         return self._clock.steps
+
+    def prefixes(self) -> tuple[bytes, ...]:
+        """Hashes of all prefixes that needn't be computed here."""
+        return (self.archive or self.scheduler).prefixes()
+
+    def take_prefix_changes(self) -> PrefixChanges:
+        return (self.archive or self.scheduler).take_prefix_changes()
 
     def step_median_s(self) -> float:
         return statistics.median(self._clock.recent_s) if self._clock.recent_s else 0.0

@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections.abc import Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 
 from pd_engine.blocks import BlockPool
@@ -9,6 +10,16 @@ from pd_engine.sequence import Sequence, Stage, Task
 from pd_engine.types import Batch, Load, RequestKey, Row
 
 _BY_RANK = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loan:
+    """Blocks of a chain of hashes for who has its KV elsewhere. Those in `missing`, by place,
+    have no content yet; nobody else writes them or takes them away."""
+
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    missing: tuple[int, ...]
 
 
 class Holdings:
@@ -26,6 +37,7 @@ class Holdings:
         self.granted: dict[RequestKey, Sequence] = {}  # their KV is on the way
         self.exports: dict[RequestKey, list[int]] = {}  # computed, pinned for a transfer
         self.quarantine: dict[RequestKey, list[int]] = {}
+        self.loans: set[Loan] = set()
         self.flight: Batch | None = None
         self.steps: list[tuple[Sequence, Row]] = []  # of the batch in flight
         self.keys: dict[int, RequestKey] = {}  # of the batch in flight, by seq_id
@@ -61,6 +73,29 @@ class Holdings:
     def release_deferred(self) -> None:
         blocks, self._deferred = self._deferred, []
         self.pool.release(blocks)
+
+    # ---- KV that comes back from elsewhere -------------------------------------------
+
+    def lend(self, hashes: tuple[bytes, ...], tokens: int) -> Loan | None:
+        """Blocks for the start of a request of so many tokens, or None where there's no room
+        for all of it beside those that run."""
+        pool = self.pool
+        found = [pool.match_prefix((key,)) for key in hashes]
+        missing = tuple(place for place, block in enumerate(found) if not block)
+        more = pool.blocks_for(tokens) - len(hashes)
+        if len(missing) + more > pool.available - len(self.running):
+            pool.release([block for held in found for block in held])
+            return None
+        for place, block in zip(missing, pool.allocate(len(missing)), strict=True):
+            found[place] = [block]
+        loan = Loan(hashes, tuple(block for held in found for block in held), missing)
+        self.loans.add(loan)
+        return loan
+
+    def repay(self, loan: Loan) -> None:
+        """What was filled and registered stays in the cache, the rest is free."""
+        self.loans.remove(loan)
+        self.pool.release(loan.blocks)
 
     # ---- giving back -----------------------------------------------------------------
 
@@ -126,7 +161,7 @@ class Holdings:
     @property
     def busy(self) -> bool:
         """Anybody waits for anything, or holds anything."""
-        return bool(self.tasks or self.exports or self.quarantine or self.flight)
+        return bool(self.tasks or self.exports or self.quarantine or self.flight or self.loans)
 
     def load(self) -> Load:
         counts = self.pool.counts()
@@ -166,3 +201,5 @@ class Holdings:
             yield from seq.table[: seq.task.prefix_blocks]
         for blocks in self.exports.values():
             yield from blocks
+        for loan in self.loans:
+            yield from loan.blocks

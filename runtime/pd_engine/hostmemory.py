@@ -12,6 +12,11 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Free memory of this machine, within the container's limit."""
     available = _available()
     room = _cgroup_room()
     return available if room is None else min(available, room)

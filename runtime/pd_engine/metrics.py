@@ -23,6 +23,7 @@ class Metrics:
         self._labels = {"model": model, "pool": role, "worker": worker}
         self.busy_s = 0.0  # in steps, since the start
         self.computed_tokens = 0
+        self._kept_blocks: Callable[[], dict[str, int]] = dict
         names = tuple(self._labels)
 
         def counter(name: str, text: str, *extra: str) -> Counter:
@@ -58,11 +59,20 @@ class Metrics:
         self._cached = counter("cached_tokens", "Prompt tokens that a prefix hit spared")
         self._bytes = counter("kv_bytes", "KV bytes moved", "direction", "transport")
         self._exports = counter("exports", "Hand-overs by outcome", "outcome")
+        self._kept = gauge("kv_kept_blocks", "KV blocks kept beyond the pool", "store")
+        self._restored = counter("kv_restored_tokens", "Tokens whose KV came back", "store")
+        self._restore = seconds("kv_restore", "Reading a request's KV back into the pool")
+        self._declined = counter("kv_restores_declined", "Computing was faster", "store")
+        self._archive_failures = counter("kv_store_failures", "Writes and reads", "store")
         self._failures = counter("failures", "Requests failed here, by kind", "kind")
 
     def follow(self, load: Callable[[], Load]) -> None:
         """Gauges read the scheduler's load when scraped."""
         self._load = load
+
+    def follow_kept(self, kept: Callable[[], dict[str, int]]) -> None:
+        """Likewise how many blocks each store beyond the pool holds."""
+        self._kept_blocks = kept
 
     def scrape(self) -> bytes:
         load = self._load()
@@ -73,6 +83,8 @@ class Metrics:
         self._running.labels(**own).set(load.running)
         self._waiting.labels(**own).set(load.waiting_grants)
         self._pending.labels(**own).set(load.pending_tokens)
+        for store, blocks in self._kept_blocks().items():
+            self._kept.labels(**own, store=store).set(blocks)
         return generate_latest(self.registry)
 
     def step(self, batch: Batch, seconds: float) -> None:
@@ -109,6 +121,16 @@ class Metrics:
     def sent(self, stats: ExportStats, transport: str) -> None:
         labels = {"direction": "out", "transport": transport}
         self._bytes.labels(**self._labels, **labels).inc(stats.kv_bytes)
+
+    def restored(self, store: str, tokens: int, seconds: float) -> None:
+        self._restored.labels(**self._labels, store=store).inc(tokens)
+        self._restore.labels(**self._labels).observe(seconds)
+
+    def archive_declined(self, store: str) -> None:
+        self._declined.labels(**self._labels, store=store).inc()
+
+    def archive_failure(self, store: str) -> None:
+        self._archive_failures.labels(**self._labels, store=store).inc()
 
     def export_done(self, committed: bool) -> None:
         outcome = "committed" if committed else "aborted"

@@ -16,12 +16,12 @@ when there's nobody behind it. So the first in rank always moves as long as the 
 it alone: granted, exported and quarantined blocks come back by the leases of their transfers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.blocks import BlockPool
-from pd_engine.holdings import Holdings
+from pd_engine.holdings import Holdings, Loan
 from pd_engine.limits import SchedulerConfig, grant_reserve, token_limit
 from pd_engine.sequence import Sequence, Stage, Task, seen_tokens
 from pd_engine.speculate import Drafter, PromptLookup
@@ -77,8 +77,9 @@ class Scheduler:
 
     # ---- requests ------------------------------------------------------------------
 
-    def add(self, req: Request, now: float) -> None:
-        """Queues a request, or raises RequestFailure."""
+    def add(self, req: Request, now: float, hashes: Iterable[bytes] = ()) -> None:
+        """Queues a request, or raises RequestFailure. `hashes`, where they're known: of its
+        first whole blocks."""
         held = self._held
         if self.draining:
             raise RequestFailure(FailureKind.DRAINING, "this worker is shutting down")
@@ -95,7 +96,9 @@ class Scheduler:
         rank = (-req.priority, self._arrivals, 0)
         tokens = list(req.token_ids)
         seen = seen_tokens(req)
-        seq = Sequence(self._new_id(), task, rank, req.choices, tokens, seen, guide=guide)
+        seq = Sequence(
+            self._new_id(), task, rank, req.choices, tokens, seen, list(hashes), guide=guide
+        )
         task.sequences.append(seq)
         held.tasks[req.key] = task
         held.wait(seq)
@@ -161,10 +164,18 @@ class Scheduler:
         """Nothing writes the blocks of this former IMPORT any more."""
         self._held.release_quarantine(key)
 
+    def lend(self, hashes: tuple[bytes, ...], tokens: int) -> Loan | None:
+        """See Holdings.lend; to be repaid when the request that it's for has been added."""
+        return self._held.lend(hashes, tokens)
+
+    def repay(self, loan: Loan) -> None:
+        self._held.repay(loan)
+
     # ---- what waits ----------------------------------------------------------------
 
     def poll(self, now: float) -> list[SchedulerEvent]:
         """Fails what is late and grants IMPORTs. For after each change, before each schedule."""
+        self.pool.now = now
         for task in [task for task in self._held.tasks.values() if now >= task.req.deadline]:
             message = f"not done after {now - task.added:.1f} s"
             # An IMPORT's KV may be coming in right now.
@@ -434,8 +445,8 @@ class Scheduler:
 
     def absorb(self, batch: Batch, output: StepOutput, now: float) -> list[SchedulerEvent]:
         """The step in flight has computed its rows and drawn these tokens."""
+        self.pool.now = self.last_progress = now
         steps = self._held.land(batch)
-        self.last_progress = now
         self._fail_undrawn(steps, output)
         tokens: dict[RequestKey, list[list[TokenOut]]] = {}
         ended: list[RequestKey] = []

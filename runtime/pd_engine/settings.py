@@ -1,6 +1,7 @@
 """A worker's settings: flags in, one frozen value out."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,11 @@ class Settings:
     kv_transport: str = "auto"
     kv_quantization: str = "none"
     kv_rate_limit: float = 0.0
+    kv_host_bytes: int = 0
+    kv_disk_bytes: int = 0
+    kv_disk_folder: str = ""
+    kv_ttl_s: float = math.inf
+    kv_idle_share: float = 1.0
 
     @property
     def imports(self) -> bool:
@@ -63,6 +69,13 @@ def _at_least(low: int) -> Callable[[str], int]:
 def _fraction(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must lie between 0 and 1")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text}: must lie between 0 and 1")
     return value
 
@@ -159,5 +172,33 @@ def parse(argv: Sequence[str]) -> Settings:
         default=0.0,
         help="bytes a second that all KV sent from here may take (0: as fast as it goes)",
     )
+    p.add_argument(
+        "--kv-host-bytes",
+        type=_at_least(0),
+        default=0,
+        help="host memory for KV that the pool has no room for (0: none)",
+    )
+    p.add_argument(
+        "--kv-disk-bytes",
+        type=_at_least(0),
+        default=0,
+        help="disk for KV that leaves host memory, in --kv-disk-folder (0: none)",
+    )
+    p.add_argument("--kv-disk-folder", default="", help="a folder that no other worker has")
+    p.add_argument(
+        "--kv-ttl-s",
+        type=_seconds,
+        default=math.inf,
+        help="KV that nobody used for so long is dropped, wherever it is",
+    )
+    p.add_argument(
+        "--kv-idle-share",
+        type=_share,
+        default=1.0,
+        help="most of the pool that may be prefixes which nobody uses now",
+    )
     p.add_argument("--kv-lease-s", type=_seconds, default=30.0)
-    return Settings(**vars(p.parse_args(argv)))
+    given = Settings(**vars(p.parse_args(argv)))
+    if given.kv_disk_bytes and not (given.kv_disk_folder and given.kv_host_bytes):
+        p.error("--kv-disk-bytes: needs --kv-disk-folder, and --kv-host-bytes to go through")
+    return given

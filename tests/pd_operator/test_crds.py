@@ -113,7 +113,7 @@ def whole(scaled: bool) -> dict[str, Any]:
     """Every part, so that every field is read; of those that exclude each other, one."""
     pool: dict[str, Any] = {
         "accelerator": {"count": 1},
-        "engine": {"speculation": {}},
+        "engine": {"speculation": {}, "retention": {}},
         "template": template("engine"),
     }
     if scaled:
@@ -183,6 +183,8 @@ _OWN_DEFAULTS = {
     "ttft": "no promise",
     "tpot": "no promise",
     "share": "none",
+    "ttl": "as long as there is room",
+    "maxShare": "all that nobody needs",
     "requestsPerMinute": "no limit",
     "tokensPerMinute": "no limit",
 }

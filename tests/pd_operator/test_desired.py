@@ -146,6 +146,40 @@ def test_speculation_is_for_workers_that_decode(
     assert "draft-tokens" not in flags(pool_set(plain, Role.DECODE)), "the engine knows itself"
 
 
+def test_what_is_kept_and_where() -> None:
+    kept = {"ttl": "2h", "maxShare": 0.5, "hostMemory": "2Gi", "disk": "8Gi"}
+    made = rendered(cluster(**{"spec.decode.engine": {"retention": kept}}))
+    decode = pool_set(made, Role.DECODE)
+    told = {name: value for name, value in flags(decode).items() if name.startswith("kv-")}
+    assert (
+        told
+        | {
+            "kv-ttl-s": "7200",
+            "kv-idle-share": "0.5",
+            "kv-host-bytes": str(2 << 30),
+            "kv-disk-bytes": str(8 << 30),
+            "kv-disk-folder": "/var/lib/pdcluster/kv",
+        }
+        == told
+    )
+    pod = decode["spec"]["template"]["spec"]
+    [volume] = [one for one in pod["volumes"] if one["name"] == "kv-store"]
+    assert volume["emptyDir"]["sizeLimit"] == "8256Mi"
+    mounts = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
+    assert mounts["kv-store"] == "/var/lib/pdcluster/kv"
+    prefill = pool_set(made, Role.PREFILL)
+    assert not {name for name in flags(prefill) if name.startswith(("kv-host", "kv-ttl"))}
+
+
+def test_memory_alone_needs_no_volume() -> None:
+    made = rendered(cluster(**{"spec.decode.engine": {"retention": {"hostMemory": "1500M"}}}))
+    decode = pool_set(made, Role.DECODE)
+    assert flags(decode)["kv-host-bytes"] == "1500000000"
+    assert "kv-disk-bytes" not in flags(decode)
+    names = [one["name"] for one in decode["spec"]["template"]["spec"]["volumes"]]
+    assert "kv-store" not in names
+
+
 def test_colocated_workers_do_both() -> None:
     made = rendered(
         cluster(**{"spec.prefill": ..., "spec.decode": ..., "spec.colocated": {"replicas": 2}})

@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_operator.fields import canonical_quantity, format_duration, parse_duration
+from pd_operator.fields import (
+    canonical_quantity,
+    format_duration,
+    parse_duration,
+    quantity_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +54,19 @@ def test_quantities_as_the_api_server_prints_them(text: str, canonical: str) -> 
 @pytest.mark.parametrize("text", ["", "8GB", "-1", "1e3x", "Gi", "1 Gi", "nan"])
 def test_no_quantities(text: str) -> None:
     assert canonical_quantity(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", 0), ("0", 0), ("7", 7), ("1500m", 2), ("2k", 2000), ("2Ki", 2048), ("3Gi", 3 << 30)],
+)
+def test_quantities_as_bytes(text: str, found: int) -> None:
+    assert quantity_bytes(text) == found
+
+
+def test_no_quantity_has_no_bytes() -> None:
+    with pytest.raises(ValueError, match="'8GB' is no quantity"):
+        quantity_bytes("8GB")
 
 
 @given(
