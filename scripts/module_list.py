@@ -15,6 +15,7 @@ _PACKAGES = {
     "operator/pd_operator/scaling": "How many workers each pool needs",
     "operator/pd_operator/local": "The operator's backend for one machine",
     "runtime/pd_core": "Shared",
+    "proto/pd_proto": "The wire",
     "runtime/pd_router": "The router",
     "runtime/pd_engine": "The engine",
     "runtime/pd_engine/attention": "The engine's attention",

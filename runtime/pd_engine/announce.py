@@ -17,9 +17,11 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from pd_core.identity import Part
 from pd_engine.core import EngineCore
 from pd_engine.health import Health
 from pd_engine.types import PrefixChanges
+from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -109,11 +111,13 @@ class Announcer:
         hello: pb.Hello,
         bundle: pb.TokenizerBundle,
         routers: Sequence[str],
+        certificates: tls.Certificates | None = None,
     ) -> None:
         self._core = core
         self._health = health
         self._hello = hello
         self._bundle = bundle
+        self._certificates = certificates
         split = (router.rpartition(":") for router in routers)
         self._routers = [(host, int(port)) for host, _, port in split]
         self._streams: dict[str, asyncio.Task[None]] = {}
@@ -157,7 +161,8 @@ class Announcer:
         failures = 0
         while True:
             try:
-                async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+                channel = tls.dial(self._certificates, address, Part.ROUTER, _OPTIONS)
+                async with channel:
                     await self._announce(address, channel)
                 failures = 0
             except (grpc.RpcError, TimeoutError) as error:

@@ -28,6 +28,7 @@ from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.settings import Settings
 from pd_engine.transfer import ImportLimits
+from pd_proto.tls import Certificates
 from pd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger("pd_engine.assembly")
@@ -47,10 +48,14 @@ class Loaded:
     bundle: pb.TokenizerBundle
     guides: Guides | None  # None: the tokenizer is of a kind that no grammar goes with
     stores: Stores  # for KV beyond the pool
+    certificates: Certificates | None = None  # None: it speaks to its peers without TLS
 
 
 def load(settings: Settings) -> Loaded:
     """Loads the model and warms it up. ValueError or OSError say what is wrong with it."""
+    certificates = None
+    if settings.tls_dir is not None and settings.tls_cluster is not None:
+        certificates = Certificates(settings.tls_dir, settings.tls_cluster)
     shared: list[SharedMemory] = []
 
     def pool_memory(size: int) -> mmap.mmap:
@@ -74,7 +79,8 @@ def load(settings: Settings) -> Loaded:
     )
     bundle = make_bundle(settings.model)
     guides, stores = _guides(bundle, runner), _stores(settings, runner.layout)
-    return Loaded(runner, shared[0] if shared else None, bundle, guides, stores)
+    pool = shared[0] if shared else None
+    return Loaded(runner, pool, bundle, guides, stores, certificates)
 
 
 def _stores(settings: Settings, layout: KvLayout) -> Stores:
@@ -181,15 +187,25 @@ class Worker:
             self.core,
             kv_settings(settings),
             pool_fd=self._loaded.pool.fd if self._loaded.pool is not None else None,
+            certificates=self._loaded.certificates,
         )
         self.core.kv_address = await plane.start(settings.host, settings.kv_port)
         self.core.plane = plane
         self._server, port = await server.serve(
-            self.core, self._epoch, settings.host, settings.work_port
+            self.core,
+            self._epoch,
+            settings.host,
+            settings.work_port,
+            self._loaded.certificates,
         )
         health.core = self.core
         announcer = Announcer(
-            self.core, health, self._hello(port), self._loaded.bundle, settings.routers
+            self.core,
+            health,
+            self._hello(port),
+            self._loaded.bundle,
+            settings.routers,
+            self._loaded.certificates,
         )
         self._announcing = asyncio.create_task(announcer.run())
 

@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from pd_core.identity import Part
 from pd_engine.core import EngineCore
 from pd_engine.outbox import Outbox
+from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -33,11 +35,16 @@ _OPTIONS = (
 class WorkerService(engine_pb2_grpc.WorkerServicer):
     """`Work`: Bind first, then commands in and events out until either side ends it."""
 
-    def __init__(self, core: EngineCore, epoch: str) -> None:
+    def __init__(
+        self, core: EngineCore, epoch: str, certificates: tls.Certificates | None = None
+    ) -> None:
         self._core = core
         self._epoch = epoch
+        self._certificates = certificates
 
     async def Work(self, request_iterator: AsyncIterator[pb.WorkRequest], context: Any) -> None:
+        if self._certificates is not None:
+            await self._certificates.admit(context, Part.ROUTER)
         iterator = aiter(request_iterator)
         rest = await self._bind(iterator, context)
         number, outbox = self._core.open_stream()
@@ -97,13 +104,16 @@ class WorkerService(engine_pb2_grpc.WorkerServicer):
         self._core.commands_done()
 
 
-async def serve(core: EngineCore, epoch: str, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+async def serve(
+    core: EngineCore,
+    epoch: str,
+    host: str,
+    port: int,
+    certificates: tls.Certificates | None = None,
+) -> tuple[grpc.aio.Server, int]:
     """Starts the Worker service; returns it with the port it got. OSError when it is taken."""
     server = grpc.aio.server(options=_OPTIONS)
-    engine_pb2_grpc.add_WorkerServicer_to_server(WorkerService(core, epoch), server)
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+    engine_pb2_grpc.add_WorkerServicer_to_server(WorkerService(core, epoch, certificates), server)
+    bound = tls.listen(certificates, server, f"{host}:{port}")
     await server.start()
     return server, bound

@@ -5,6 +5,9 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from pd_core.identity import Identity, Part, parse_cluster
 
 ROLES = ("prefill", "decode", "both")
 TRANSPORTS = ("auto", "tcp", "shm")
@@ -49,6 +52,8 @@ class Settings:
     kv_disk_folder: str = ""
     kv_ttl_s: float = math.inf
     kv_idle_share: float = 1.0
+    tls_dir: Path | None = None
+    tls_cluster: Identity | None = None
 
     @property
     def imports(self) -> bool:
@@ -93,6 +98,13 @@ def _routers(text: str) -> tuple[str, ...]:
         if not re.fullmatch(r".+:\d{1,5}", address):
             raise argparse.ArgumentTypeError(f"{address!r}: write HOST:PORT")
     return addresses
+
+
+def _cluster(text: str) -> Identity:
+    try:
+        return parse_cluster(text, Part.WORKER)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse(argv: Sequence[str]) -> Settings:
@@ -198,7 +210,20 @@ def parse(argv: Sequence[str]) -> Settings:
         help="most of the pool that may be prefixes which nobody uses now",
     )
     p.add_argument("--kv-lease-s", type=_seconds, default=30.0)
+    p.add_argument(
+        "--tls-dir",
+        type=Path,
+        help="folder with ca.crt, tls.crt and tls.key: TLS to and from all peers",
+    )
+    p.add_argument(
+        "--tls-cluster",
+        type=_cluster,
+        metavar="NAMESPACE/NAME",
+        help="the PDCluster whose routers and workers are let in",
+    )
     given = Settings(**vars(p.parse_args(argv)))
     if given.kv_disk_bytes and not (given.kv_disk_folder and given.kv_host_bytes):
         p.error("--kv-disk-bytes: needs --kv-disk-folder, and --kv-host-bytes to go through")
+    if (given.tls_dir is None) != (given.tls_cluster is None):
+        p.error("--tls-dir and --tls-cluster go together")
     return given

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 
+from pd_proto.tls import Certificates
 from pd_router import settings as flags
 from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
@@ -56,7 +57,7 @@ async def _run(settings: Settings) -> None:
         closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model)
         journal = Journal(metrics)
-        workers = Workers(_workers_config(settings))
+        workers = Workers(_workers_config(settings), _certificates(settings))
         control_port = settings.control.port + (member.index if member else 0)
         await workers.start(settings.control.host, control_port)
         closing.push_async_callback(workers.close)
@@ -87,6 +88,12 @@ async def _run(settings: Settings) -> None:
 def _close(sockets: Sequence[socket.socket]) -> None:
     for sock in sockets:
         sock.close()
+
+
+def _certificates(settings: Settings) -> Certificates | None:
+    if settings.tls_dir is None or settings.tls_cluster is None:
+        return None
+    return Certificates(settings.tls_dir, settings.tls_cluster)
 
 
 def _workers_config(settings: Settings) -> WorkersConfig:
@@ -157,7 +164,7 @@ async def _drain(app: RouterApp, timeout_s: float, hurry: asyncio.Event) -> None
 
 
 def main() -> None:
-    """Exit status 0 after a drain, 1 when a port can't be had."""
+    """Exit status 0 after a drain, 1 when a port or its certificates can't be had."""
     settings = flags.parse(sys.argv[1:])
     logging.basicConfig(
         level=settings.log_level.upper(),

@@ -19,6 +19,8 @@ import grpc
 import grpc.aio
 
 from pd_core.failures import Failure, FailureKind
+from pd_core.identity import Part
+from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import wire
@@ -81,13 +83,19 @@ class Link:
     """See the module. One for each (address, epoch)."""
 
     def __init__(
-        self, worker: WorkerId, address: str, router: RouterIdentity, callbacks: LinkCallbacks
+        self,
+        worker: WorkerId,
+        address: str,
+        router: RouterIdentity,
+        callbacks: LinkCallbacks,
+        certificates: tls.Certificates | None = None,
     ) -> None:
         self.worker = worker
         self.address = address
         self.bound = False
         self._router = router
         self._callbacks = callbacks
+        self._certificates = certificates
         self._handlers: dict[int, Handler] = {}
         self._pending: deque[pb.Command] = deque()
         self._wake = asyncio.Event()
@@ -153,11 +161,15 @@ class Link:
 
     async def _keep_dialled(self) -> None:
         pause_s = _FIRST_PAUSE_S
+        said = ""
         while True:
             began = time.monotonic()
             reason = await self._dial()
             if self.bound:
                 log.warning("worker=%s work stream lost: %s", self.worker.name, reason)
+            elif reason != said:
+                log.warning("worker=%s no work stream: %s", self.worker.name, reason)
+            said = reason
             self._lose(reason)
             if time.monotonic() - began > _LONGEST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
@@ -166,7 +178,7 @@ class Link:
 
     async def _dial(self) -> str:
         """Serves one stream; returns why it ended."""
-        async with grpc.aio.insecure_channel(self.address, options=_OPTIONS) as channel:
+        async with tls.dial(self._certificates, self.address, Part.WORKER, _OPTIONS) as channel:
             call = engine_pb2_grpc.WorkerStub(channel).Work()
             try:
                 async with asyncio.timeout(_BIND_DEADLINE_S):

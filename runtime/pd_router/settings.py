@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pd_core.estimate import Link, link
+from pd_core.identity import Identity, Part, parse_cluster
 from pd_router import classes
 from pd_router.classes import NO_PROMISES, Promises
 from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
@@ -63,6 +64,8 @@ class Settings:
     class_header: bool = False
     api_keys: Path | None = None
     live_page: bool = True
+    tls_dir: Path | None = None
+    tls_cluster: Identity | None = None
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -105,6 +108,10 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--allow-trace", action="store_true", help="clients may ask why these workers")
     add("--api-keys", type=Path, metavar="FOLDER",
         help="a file for each client, a line for each of its keys; else all may ask")  # fmt: skip
+    add("--tls-dir", type=Path, metavar="FOLDER",
+        help="with ca.crt, tls.crt and tls.key: TLS to and from all workers")  # fmt: skip
+    add("--tls-cluster", type=_cluster, metavar="NAMESPACE/NAME",
+        help="the PDCluster whose workers are let in")  # fmt: skip
     given = vars(parser.parse_args(arguments))
     names = ("policy", "disaggregate", "session_kv_limit", "link")
     try:
@@ -117,7 +124,16 @@ def parse(arguments: Sequence[str]) -> Settings:
         and not 0 < settings.control.port <= _PORT_MAX + 1 - settings.processes
     ):
         parser.error(f"argument --control: {settings.processes} processes need as many ports")
+    if (settings.tls_dir is None) != (settings.tls_cluster is None):
+        parser.error("--tls-dir and --tls-cluster go together")
     return settings
+
+
+def _cluster(text: str) -> Identity:
+    try:
+        return parse_cluster(text, Part.ROUTER)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_routing(parser: argparse.ArgumentParser) -> None:

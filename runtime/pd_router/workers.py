@@ -17,6 +17,8 @@ import grpc
 import grpc.aio
 
 from pd_core.failures import Failure, FailureKind
+from pd_core.identity import Part
+from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import policy, wire
@@ -145,8 +147,9 @@ class Work:
 class Workers(engine_pb2_grpc.ControlServicer):
     """See the module."""
 
-    def __init__(self, config: WorkersConfig) -> None:
+    def __init__(self, config: WorkersConfig, certificates: tls.Certificates | None = None) -> None:
         self.config = config
+        self._certificates = certificates
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
         self.routers = 1.0  # that share these workers, as far as this one can see
@@ -165,14 +168,11 @@ class Workers(engine_pb2_grpc.ControlServicer):
         """Serves Control; returns the port. OSError when it is taken."""
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         engine_pb2_grpc.add_ControlServicer_to_server(self, server)
-        try:
-            bound = server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {host}:{port}: {error}") from error
+        bound = tls.listen(self._certificates, server, f"{host}:{port}")
         await server.start()
         self._server = server
         self._monitor = asyncio.create_task(self._look_after(), name="workers monitor")
-        return int(bound)
+        return bound
 
     async def close(self) -> None:
         if self._monitor is not None:
@@ -271,6 +271,8 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self, request_iterator: AsyncIterator[pb.WorkerReport], context: Any
     ) -> None:
         """One worker's announcement: Hello first, heartbeats until it ends."""
+        if self._certificates is not None:
+            await self._certificates.admit(context, Part.WORKER)
         reports = aiter(request_iterator)
         try:
             async with asyncio.timeout(_HELLO_DEADLINE_S):
@@ -374,7 +376,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         callbacks = LinkCallbacks(
             changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
         )
-        link = Link(worker, hello.work_address, self.identity, callbacks)
+        link = Link(worker, hello.work_address, self.identity, callbacks, self._certificates)
         progress = Progress(self.config.late_s, hello.prefill_tokens_per_s)
         record = _Record(hello, view, link, progress)
         return record

@@ -18,6 +18,7 @@ from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane, KvSettings
 from pd_engine.kv.shm import SharedMemory
 from pd_engine.types import RequestKey, TokenOut
+from pd_proto.tls import Certificates
 from pd_proto.v1 import engine_pb2 as pb
 
 WAIT_S = 20.0
@@ -122,6 +123,7 @@ async def worker(
     clock: Callable[[], float] = time.monotonic,
     told: Recorder | None = None,
     shared: bool = False,
+    certificates: Certificates | None = None,
 ) -> Worker:
     """A started plane; `seed` fills its pool with random bytes, otherwise they are zeros.
     `shared`: the pool is memory that others may read."""
@@ -136,7 +138,7 @@ async def worker(
     told = told or Recorder()
     epoch = epoch or f"{name}-epoch-1"
     fd = shared_memory.fd if shared_memory is not None else None
-    plane = KvPlane(layout, memory, name, epoch, told, settings, clock, fd)
+    plane = KvPlane(layout, memory, name, epoch, told, settings, clock, fd, certificates)
     made = Worker(plane, told, pool, memory, layout, epoch)
     if shared_memory is not None:
         weakref.finalize(made, os.close, shared_memory.fd)
@@ -153,13 +155,27 @@ async def pair(
     blocks: int = 64,
     shared: bool = False,
     epoch: str = "",
+    certificates: tuple[Certificates | None, Certificates | None] = (None, None),
 ) -> AsyncIterator[tuple[Worker, Worker]]:
     """A prefill worker whose pool holds random bytes, and a decode worker. At the end both
     are closed, and every transfer must have ended at both."""
     one = await worker(
-        "prefill", layout=layout, blocks=blocks, settings=prefill, seed=1, shared=shared
+        "prefill",
+        layout=layout,
+        blocks=blocks,
+        settings=prefill,
+        seed=1,
+        shared=shared,
+        certificates=certificates[0],
     )
-    two = await worker("decode", layout=layout, blocks=blocks, settings=decode, epoch=epoch)
+    two = await worker(
+        "decode",
+        layout=layout,
+        blocks=blocks,
+        settings=decode,
+        epoch=epoch,
+        certificates=certificates[1],
+    )
     try:
         yield one, two
     finally:

@@ -1,7 +1,10 @@
 """A worker's flags: what they become, and what is refused with which words."""
 
+from pathlib import Path
+
 import pytest
 
+from pd_core.identity import Identity, Part
 from pd_engine.settings import parse
 
 BASE = [
@@ -17,6 +20,12 @@ def test_defaults() -> None:
     assert (settings.block_tokens, settings.chunk_tokens) == (16, 512)
     assert settings.routers == ()
     assert not parse(["--role", "prefill", *BASE[2:]]).imports
+
+
+def test_tls() -> None:
+    settings = parse([*BASE, "--tls-dir=/tls", "--tls-cluster=ml/chat"])
+    assert settings.tls_dir == Path("/tls")
+    assert settings.tls_cluster == Identity("ml", "chat", Part.WORKER)
 
 
 def test_routers() -> None:
@@ -35,6 +44,8 @@ def test_routers() -> None:
         ("--routers localhost", "write HOST:PORT"),
         ("--drain-timeout-s nan", "must be a positive number of seconds"),
         ("--dtype int3", "invalid choice: 'int3'"),
+        ("--tls-dir /tls", "go together"),
+        ("--tls-dir /tls --tls-cluster chat", "give NAMESPACE/NAME"),
     ],
 )
 def test_wrong_flags_are_refused(

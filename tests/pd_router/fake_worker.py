@@ -20,7 +20,9 @@ import grpc
 import grpc.aio
 
 from pd_core.failures import Failure, FailureKind
+from pd_core.identity import Part
 from pd_core.kv import prefix_hashes
+from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -95,6 +97,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         model_hash: str = "model",
         revision: str = "r1",
         model: str = MODEL,
+        certificates: tls.Certificates | None = None,
     ) -> None:
         self.role = role
         self.name = name
@@ -107,6 +110,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.model_hash = model_hash
         self.revision = revision
         self.model = model
+        self.certificates = certificates
         self.seen = Seen()
         self.state = pb.WORKER_STATE_READY
         self.fail_next: dict[str, deque[Failure]] = {}  # by stage: generate, prefill, decode
@@ -135,7 +139,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
     async def start(self, control: str, port: int = 0) -> "FakeWorker":
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         engine_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        self.port = tls.listen(self.certificates, self._server, f"127.0.0.1:{port}")
         await self._server.start()
         self.announce_to(control)
         self._spawn(self._step_loop())
@@ -217,12 +221,16 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
 
     async def _announce(self, control: str) -> None:
         while True:
-            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            try:
                 await self._announce_once(control)
+            except grpc.aio.AioRpcError as error:
+                self.refusals.append(str(error.details()))
+            except asyncio.InvalidStateError:
+                pass
             await asyncio.sleep(0.05)
 
     async def _announce_once(self, control: str) -> None:
-        async with grpc.aio.insecure_channel(control) as channel:
+        async with tls.dial(self.certificates, control, Part.ROUTER, ()) as channel:
             call = engine_pb2_grpc.ControlStub(channel).Announce()
             await call.write(pb.WorkerReport(hello=self.hello()))
             welcome = await call.read()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pd_core.failures import Failure
+from pd_proto.tls import Certificates
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
 from pd_router.session import RunningGeneration, Sessions
@@ -172,11 +173,12 @@ def ask(
 async def rig(
     walk: WalkConfig | None = None,
     admission: AdmissionConfig | None = None,
+    certificates: Certificates | None = None,
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """A router without its HTTP side."""
     options = {"heartbeat_s": 0.1, "lapse_s": 0.6, "check_s": 0.05, "late_s": 0.5} | config
-    workers = Workers(WorkersConfig(model=MODEL, router="router-0", **options))
+    workers = Workers(WorkersConfig(model=MODEL, router="router-0", **options), certificates)
     port = await workers.start("127.0.0.1", 0)
     hooks = Hooks()
     sessions = Sessions(workers, Admission(admission), walk, hooks)

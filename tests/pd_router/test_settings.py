@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_core.identity import Identity, Part
 from pd_router.settings import Address, Settings, parse
 from tests.ports import free_ports
 
@@ -33,6 +34,9 @@ def test_flags() -> None:
         drain_timeout_s=5.0,
         max_body_bytes=10,
     )
+    assert settings.tls_cluster is None
+    settings = parse([*NEEDED, "--tls-dir=/tls", "--tls-cluster=ml/chat"])
+    assert settings.tls_cluster == Identity("ml", "chat", Part.ROUTER)
     assert str(settings.http) == "[::1]:80"
 
 
@@ -48,6 +52,8 @@ def test_flags() -> None:
         ("--max-requests=0", "above 0"),
         ("--max-requests=²", "above 0"),
         ("--reuse", "unrecognized"),
+        ("--tls-cluster=ml/chat", "go together"),
+        ("--tls-cluster=chat", "give NAMESPACE/NAME"),
     ],
 )
 def test_wrong_flags_are_told(flag: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

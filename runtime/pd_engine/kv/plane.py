@@ -33,6 +33,7 @@ from pd_engine.kv.tcp import TcpTransport
 from pd_engine.kv.transport import AUTO, Transport, choose
 from pd_engine.transfer import ExportLimits, ImportLimits, TransferId
 from pd_engine.types import RequestKey, TokenOut
+from pd_proto.tls import Certificates
 from pd_proto.v1 import engine_pb2 as pb
 
 __all__ = ["ExportStats", "ImportStats", "KvCallbacks", "KvPlane", "KvSettings"]
@@ -94,10 +95,11 @@ class KvPlane:
         settings: KvSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
         pool_fd: int | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
         settings = settings or KvSettings()
         self._transport = settings.transport
-        transports: dict[str, Transport] = {"tcp": TcpTransport()}
+        transports: dict[str, Transport] = {"tcp": TcpTransport(certificates)}
         if settings.transport in (AUTO, "shm"):
             transports["shm"] = ShmTransport(layout, pool_fd)
         refused = f"{worker} takes KV by shm alone" if settings.transport == "shm" else ""

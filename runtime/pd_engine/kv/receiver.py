@@ -119,7 +119,7 @@ class KvReceiver:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(listening)
+                sock, peer = await loop.sock_accept(listening)
             except OSError as e:
                 # Out of descriptors, or a peer that left in between: the listener lives on.
                 log.warning("KV plane: accept failed: %s", e)
@@ -130,10 +130,10 @@ class KvReceiver:
                 sock.close()
                 continue
             sock.setblocking(False)
-            self._serve(sock, transport)
+            self._serve(sock, _named(peer), transport)
 
-    def _serve(self, sock: socket.socket, transport: Transport) -> None:
-        connection = _Connection(self, next(self._numbers), sock, transport)
+    def _serve(self, sock: socket.socket, peer: str, transport: Transport) -> None:
+        connection = _Connection(self, next(self._numbers), sock, peer, transport)
         self._connections[connection.number] = connection
         connection.task = self._spawn(connection.run())
 
@@ -155,7 +155,12 @@ class _Connection:
     """One accepted connection."""
 
     def __init__(
-        self, receiver: KvReceiver, number: int, sock: socket.socket, transport: Transport
+        self,
+        receiver: KvReceiver,
+        number: int,
+        sock: socket.socket,
+        peer: str,
+        transport: Transport,
     ) -> None:
         self.number = number
         self.transport = transport
@@ -163,6 +168,7 @@ class _Connection:
         self.active_at = receiver.clock()
         self._receiver = receiver
         self._sock = sock
+        self._peer = peer
         self._taker: Taker | None = None
         self._outbox: list[Verdict] = []
         self._ending = False
@@ -221,7 +227,11 @@ class _Connection:
 
     async def _handshake(self) -> bool:
         receiver = self._receiver
-        self._taker = await self.transport.greet(self._sock)
+        try:
+            self._sock, self._taker = await self.transport.greet(self._sock)
+        except OSError as e:
+            log.warning("KV plane: refused %s: %s", self._peer, e)
+            raise
         hello = frames.parse_frame(await tcp.receive_message(self._sock))
         if not isinstance(hello, frames.Hello):
             raise frames.FrameError("the first frame is no hello")
@@ -296,9 +306,13 @@ class _Connection:
     async def _farewell(self) -> None:
         """Send what is left, and let the peer read it: closing a socket with unread bytes
         resets the connection, which can overtake the verdict."""
-        loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._receiver.settings.linger_s):
             await self._flush()
             self._sock.shutdown(socket.SHUT_WR)
-            while await loop.sock_recv_into(self._sock, self._scratch):
+            while await tcp.receive_some(self._sock, self._scratch):
                 await asyncio.sleep(0)
+
+
+def _named(peer: Any) -> str:
+    """Who a connection comes from: an address, or nothing on a Unix socket."""
+    return tcp.join_address(peer[0], peer[1]) if isinstance(peer, tuple) else "a local process"

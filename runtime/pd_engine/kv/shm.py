@@ -102,11 +102,11 @@ class ShmTransport:
             raise
         return sock
 
-    async def greet(self, sock: socket.socket) -> "ShmTaker":
+    async def greet(self, sock: socket.socket) -> "tuple[socket.socket, ShmTaker]":
         _same_user(sock)
         fd = await _receive_fd(sock)
         try:
-            return ShmTaker(_map(fd, self._layout))
+            return sock, ShmTaker(_map(fd, self._layout))
         finally:
             os.close(fd)
 
@@ -181,13 +181,12 @@ def _same_user(sock: socket.socket) -> None:
 
 
 async def _receive_fd(sock: socket.socket) -> int:
-    loop = asyncio.get_running_loop()
     while True:
         try:
             data, fds, _, _ = socket.recv_fds(sock, len(_MARK), 4)
             break
         except (BlockingIOError, InterruptedError):
-            await _readable(loop, sock)
+            await tcp.readable(sock)
     if len(fds) == 1:
         return fds[0]
     for fd in fds:
@@ -195,15 +194,6 @@ async def _receive_fd(sock: socket.socket) -> int:
     if not data:
         raise tcp.ConnectionEnded(within=False)
     raise frames.FrameError(f"{len(fds)} descriptors came, not one")
-
-
-async def _readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    ready = asyncio.Event()
-    loop.add_reader(sock, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(sock)
 
 
 def _map(fd: int, layout: KvLayout) -> KvMemory:

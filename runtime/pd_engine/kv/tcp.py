@@ -1,19 +1,23 @@
 """Sockets of the KV plane: addresses, options, reading and writing whole pieces.
 
 Everything runs in one event loop, on non-blocking sockets, without streams in between:
-payload goes from the socket into the pool's memory and back by the kernel alone.
+payload goes from the socket into the pool's memory and back by the kernel alone. With TLS,
+OpenSSL decrypts into the pool and encrypts out of it: there is no buffer of ours either.
 """
 
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
 
+from pd_core.identity import Part
 from pd_engine.kv.frames import PREFIX_BYTES, checked, encode_push, frame_length
 from pd_engine.transfer import PushHead
+from pd_proto.tls import Certificates
 
 BATCH_BYTES = 64 * 1024
 """Slices below it go through one buffer of this size: a system call costs more than the copy."""
@@ -87,30 +91,82 @@ async def connect(address: str) -> socket.socket:
 
 
 async def receive_exactly(sock: socket.socket, view: memoryview, *, within: bool = True) -> None:
-    """Fill the view. Doesn't yield when all is there already.
-
-    What is there is taken first: uvloop's own call always waits for the poller, which
-    costs more than the copy of a small frame.
-    """
+    """Fill the view. Doesn't yield when all is there already."""
     done = 0
     while done < len(view):
-        try:
-            got = sock.recv_into(view[done:])
-        except (BlockingIOError, InterruptedError):
-            got = await asyncio.get_running_loop().sock_recv_into(sock, view[done:])
+        got = await receive_some(sock, view[done:])
         if not got:
             raise ConnectionEnded(within or done > 0)
         done += got
 
 
+async def receive_some(sock: socket.socket, view: memoryview) -> int:
+    """What has come, or comes next; 0 when the peer has closed.
+
+    What is there is taken first: uvloop's own call always waits for the poller, which
+    costs more than the copy of a small frame.
+    """
+    while True:
+        try:
+            return sock.recv_into(view)
+        except (BlockingIOError, InterruptedError):
+            if not isinstance(sock, ssl.SSLSocket):
+                return await asyncio.get_running_loop().sock_recv_into(sock, view)
+        except ssl.SSLWantReadError:
+            pass
+        await readable(sock)
+
+
+async def readable(sock: socket.socket) -> None:
+    """Until there is something to read, or the end."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(sock.fileno())
+
+
+async def _writable(sock: socket.socket) -> None:
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_writer(sock.fileno(), ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(sock.fileno())
+
+
+async def handshake(sock: ssl.SSLSocket) -> None:
+    """TLS's. The caller bounds its time."""
+    while True:
+        try:
+            return sock.do_handshake()
+        except ssl.SSLWantReadError:
+            await readable(sock)
+        except ssl.SSLWantWriteError:
+            await _writable(sock)
+
+
 async def send_all(sock: socket.socket, data: bytes | memoryview) -> None:
     """Send it whole. Doesn't yield when the socket takes all at once."""
+    if isinstance(sock, ssl.SSLSocket):
+        await _send_encrypted(sock, memoryview(data))
+        return
     try:
         sent = sock.send(data)
     except (BlockingIOError, InterruptedError):
         sent = 0
     if sent < len(data):
         await asyncio.get_running_loop().sock_sendall(sock, memoryview(data)[sent:])
+
+
+async def _send_encrypted(sock: ssl.SSLSocket, left: memoryview) -> None:
+    """A record a call. What was refused has to be offered again, so nobody gives up half."""
+    while left:
+        try:
+            left = left[sock.send(left) :]
+        except ssl.SSLWantWriteError:
+            await _writable(sock)
 
 
 async def receive_message(sock: socket.socket) -> bytes:
@@ -182,13 +238,19 @@ def batches(slices: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
 
 
 class TcpTransport:
-    """The payload follows each push on its connection, from pool to pool by the kernel alone."""
+    """The payload follows each push on its connection, from pool to pool."""
 
     name = "tcp"
 
+    def __init__(self, certificates: Certificates | None = None) -> None:
+        self._certificates = certificates
+
     async def connect(self, address: str, epoch: str) -> socket.socket:
         del epoch
-        return await connect(address)
+        sock = await connect(address)
+        if self._certificates is None:
+            return sock
+        return await self._secured(sock, self._certificates, server=False)
 
     async def push(
         self,
@@ -206,9 +268,29 @@ class TcpTransport:
         del epoch
         return await listen(host, port)
 
-    async def greet(self, sock: socket.socket) -> "TcpTaker":
+    async def greet(self, sock: socket.socket) -> "tuple[socket.socket, TcpTaker]":
         configure(sock)
-        return TcpTaker()
+        if self._certificates is not None:
+            sock = await self._secured(sock, self._certificates, server=True)
+        return sock, TcpTaker()
+
+    async def _secured(
+        self, sock: socket.socket, certificates: Certificates, *, server: bool
+    ) -> ssl.SSLSocket:
+        """TLS over it, with another worker of this PDCluster and nobody else. OSError."""
+        context = certificates.server_context if server else certificates.client_context
+        try:
+            secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            await handshake(secured)
+            certificates.check(secured, Part.WORKER)
+        except BaseException:
+            secured.close()
+            raise
+        return secured
 
 
 class TcpTaker:

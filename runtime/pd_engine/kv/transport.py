@@ -65,8 +65,9 @@ class Transport(Protocol):
 
     async def listen(self, host: str, port: int, epoch: str) -> socket.socket: ...
 
-    async def greet(self, sock: socket.socket) -> Taker:
-        """What an accepted connection begins with. Raises FrameError."""
+    async def greet(self, sock: socket.socket) -> tuple[socket.socket, Taker]:
+        """What an accepted connection begins with; returns the socket to use from now on
+        (the one given is then part of it, or closed). Raises FrameError, OSError."""
         ...
 
 
