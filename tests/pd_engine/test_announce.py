@@ -48,12 +48,14 @@ def announcer(port: int) -> Announcer:
     load = SimpleNamespace(
         **{field.name: 0 for field in pb.Load.DESCRIPTOR.fields if field.name != "step_s"}
     )
-    scheduler = SimpleNamespace(
-        take_prefix_changes=PrefixChanges, load=lambda: load, prefixes=lambda: []
-    )
-    metrics = SimpleNamespace(busy_s=0.0, computed_tokens=0)
     core: Any = SimpleNamespace(
-        scheduler=scheduler, metrics=metrics, draining=False, steps=0, step_median_s=lambda: 0.0
+        scheduler=SimpleNamespace(load=lambda: load),
+        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0),
+        draining=False,
+        steps=0,
+        step_median_s=lambda: 0.0,
+        take_prefix_changes=PrefixChanges,
+        prefixes=lambda: [],
     )
     health: Any = SimpleNamespace(registered=False)
     return Announcer(
