@@ -19,6 +19,7 @@ TOOLS := browser clients dashboards docs
 PORT ?= 8000
 JOBS ?= 2
 MINUTES ?= 60
+SECONDS ?= 20
 
 .PHONY: help
 help: ## list these targets
@@ -90,9 +91,14 @@ chart-test: $(STAMP) kube-control-plane ## the chart with Helm and a real API se
 	@$(BIN)/python -m e2e.cluster.build helm
 	@$(BIN)/python -m pytest tests/test_chart.py tests/envtest/test_chart.py
 
+.PHONY: fuzz
+fuzz: $(STAMP) ## feed nonsense to what reads bytes of others, SECONDS=20 for each kind
+	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs $(JOBS)
+
 .PHONY: soak
-soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, then MINUTES=60 of requests with faults
+soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, MINUTES=60 of requests
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
+	@$(BIN)/python -m tests.fuzz --seconds 600 --jobs $(JOBS)
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 .PHONY: check

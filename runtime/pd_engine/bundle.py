@@ -39,16 +39,13 @@ def make_bundle(model_dir: str | Path) -> pb.TokenizerBundle:
     if own_eos is not None and own_eos not in eos:
         eos.append(own_eos)  # chat models often end a turn with a token that only it names
     bos = tokenizer.token_to_id(named["bos_token"]) if "bos_token" in named else None
-    vocab = checkpoint.config.get("vocab_size") or (checkpoint.config.get("text_config") or {}).get(
-        "vocab_size"
-    )
     bundle = pb.TokenizerBundle(
         tokenizer_json=text,
         chat_template=_chat_template(folder, settings),
         special_tokens=named,
         eos_token_ids=eos,
         add_bos=bos is not None and tokenizer.encode("a").ids[:1] == [bos],
-        vocab_size=int(vocab or tokenizer.get_vocab_size(with_added_tokens=True)),
+        vocab_size=checkpoint.vocab_size or tokenizer.get_vocab_size(with_added_tokens=True),
     )
     bundle.bundle_hash = _hash(bundle)
     return bundle
@@ -97,7 +94,10 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
     """From chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{file}: is not UTF-8 ({error}); copy the model again") from error
     template = (read_json(folder / "chat_template.json") or settings).get("chat_template")
     if isinstance(template, list):  # several by name
         by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

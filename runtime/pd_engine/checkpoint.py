@@ -19,6 +19,7 @@ import xxhash
 _DTYPES = {"F64", "F32", "F16", "BF16"}
 _SAFETENSORS_HEADER_MAX = 100_000_000
 _READ_BYTES = 1 << 24
+_MOST_TOKENS = (1 << 31) - 1
 _NOT_IDENTITY = ("transformers_version", "dtype", "torch_dtype")
 _IDENTITY_FILE = ".pd-identity.json"
 _TOKENIZER_FILES = (
@@ -52,12 +53,34 @@ class Checkpoint:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End tokens as generation_config.json names them, else as config.json does."""
-        for source in (self.generation, self.config, self.config.get("text_config") or {}):
+        for source in (self.generation, self.config, self.text_config):
             value = source.get("eos_token_id")
             if value is not None:
                 values = value if isinstance(value, list) else [value]
-                return tuple(dict.fromkeys(int(v) for v in values))
+                return tuple(dict.fromkeys(self._token_id("eos_token_id", v) for v in values))
         return ()
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """What a model of several kinds of input says of its text; empty for others."""
+        found = self.config.get("text_config") or {}
+        if not isinstance(found, dict):
+            raise ModelError(f"model {self.folder}: text_config must be an object in config.json")
+        return found
+
+    @property
+    def vocab_size(self) -> int | None:
+        """None where config.json doesn't say."""
+        value = self.config.get("vocab_size") or self.text_config.get("vocab_size")
+        return None if value is None else self._token_id("vocab_size", value)
+
+    def _token_id(self, what: str, value: object) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_TOKENS:
+            raise ModelError(
+                f"model {self.folder}: {what} is {str(value)[:60]!r}, not a number of tokens; "
+                f"copy the model's configuration again"
+            )
+        return value
 
     def model_hash(self) -> str:
         """sha256 over configuration, tokenizer and the weights' contents."""
@@ -99,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read ({error}); copy the model again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: must hold a JSON object; copy the model again")
@@ -112,7 +135,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         single = folder / "model.safetensors"
         files = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
     else:
-        files = tuple(folder / n for n in sorted(set(index.get("weight_map", {}).values())))
+        files = tuple(folder / name for name in _indexed(folder, index))
     missing = [f.name for f in files if not f.is_file()]
     if missing:
         raise ModelError(
@@ -131,6 +154,19 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
+def _indexed(folder: Path, index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names, each in the model's own folder."""
+    named = index.get("weight_map", {})
+    names = list(named.values()) if isinstance(named, dict) else [named]
+    for name in names:
+        if not isinstance(name, str) or name != Path(name).name or "\0" in name:
+            raise ModelError(
+                f"model {folder}: model.safetensors.index.json names {str(name)[:60]!r}, which is "
+                f"no file of this folder; copy the model again"
+            )
+    return sorted(set(names))
+
+
 def _check_safetensors(path: Path) -> None:
     """Header readable, file as long as the header says, element types that can be served."""
     size = path.stat().st_size
@@ -145,7 +181,9 @@ def _check_safetensors(path: Path) -> None:
         tensors = {k: v for k, v in header.items() if k != "__metadata__"}
         end = max((int(v["data_offsets"][1]) for v in tensors.values()), default=0)
         dtypes = {str(v["dtype"]) for v in tensors.values()}
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise _damaged(path, "its header cannot be read") from error
     if size < 8 + length + end:
         raise _damaged(path, f"it has {size} bytes of {8 + length + end}")

@@ -1,0 +1,1 @@
+"""Fuzzing: `python -m tests.fuzz` (see `__main__`)."""
