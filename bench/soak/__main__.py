@@ -112,6 +112,7 @@ def run(
         "leaked_blocks": leaked,
         "rss_growth": watch.rss_growth(),
         "fd_growth": watch.fd_growth(),
+        "rss_mib": {one.name: one.rss_curve_mib() for one in watch.judged()},
         "left": tally.left,
         "faults": dict(done),
     }

@@ -1,7 +1,8 @@
 """Memory and descriptors of each process over time, and how they have grown.
 
-Its first tenth is a process's own affair: what follows is held against the end. A process
-that is started again begins anew, and one that lived too short isn't judged.
+Its first tenth, or its first five minutes, are a process's own affair: then caches and
+rings are full, and what follows is held against the end. A process that is started again
+begins anew, and one that lived too short isn't judged.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ import psutil
 from bench.common import median
 
 PERIOD_S = 1.0
-_ENOUGH = 180  # samples: shorter lives are mostly their own beginning
+_WARM_UP = 300  # samples, at least
+_ENOUGH = _WARM_UP + 120
 
 
 @dataclass(slots=True)
@@ -27,9 +29,15 @@ class Series:
         return len(self.rss_bytes) >= _ENOUGH
 
     def rss_growth(self) -> float:
-        """Of the medians of the second and the last tenth, relative."""
+        """Of the medians of the first and the last tenth after it, relative."""
         early, late = _ends(self.rss_bytes)
         return median(late) / median(early) - 1
+
+    def rss_curve_mib(self) -> list[float]:
+        """The median of each tenth, to see whether it goes on."""
+        tenth = len(self.rss_bytes) // 10 or 1
+        parts = [self.rss_bytes[i : i + tenth] for i in range(0, len(self.rss_bytes), tenth)]
+        return [round(median(part) / 2**20, 1) for part in parts]
 
     def fd_growth(self) -> int:
         """Of the least in both spans: what comes and goes is no leak."""
@@ -39,7 +47,8 @@ class Series:
 
 def _ends(values: list[int]) -> tuple[list[int], list[int]]:
     tenth = len(values) // 10
-    return values[tenth : 2 * tenth], values[-tenth:]
+    start = max(tenth, _WARM_UP)
+    return values[start : start + tenth], values[-tenth:]
 
 
 class Watch:

@@ -80,11 +80,12 @@ def test_a_refusal_says_why() -> None:
 
 
 def test_growth_is_of_a_process_after_its_first_tenth() -> None:
-    flat = Series("flat", [50] * 20 + [100] * 180, [9] * 200)
+    flat = Series("flat", [50] * 300 + [100] * 300, [9] * 600)
     assert flat.judged()
     assert flat.rss_growth() == 0
     assert flat.fd_growth() == 0
-    leaking = Series("leaking", [100] * 50 + [110] * 50, [9, 30] * 25 + [11, 30] * 25)
+    assert flat.rss_curve_mib() == [round(n / 2**20, 1) for n in [50] * 5 + [100] * 5]
+    leaking = Series("leaking", [100] * 400 + [110] * 200, [9, 30] * 200 + [11, 30] * 100)
     assert leaking.rss_growth() == pytest.approx(0.1)
     assert leaking.fd_growth() == 2
 
@@ -92,13 +93,13 @@ def test_growth_is_of_a_process_after_its_first_tenth() -> None:
 def test_the_worst_process_counts_and_a_short_life_does_not() -> None:
     watch = Watch()
     assert watch.rss_growth() is None
-    for _ in range(180):
+    for _ in range(420):
         watch.sample({os.getpid(): "this one"})
     [series] = watch.judged()
     assert series.rss_bytes[0] > 1_000_000
     assert series.fds[0] > 2
     watch.series[1, 0.0] = Series("short", [1, 9], [1, 9])
-    watch.series[2, 0.0] = Series("grows", [100] * 90 + [200] * 90, [4] * 90 + [7] * 90)
+    watch.series[2, 0.0] = Series("grows", [100] * 400 + [200] * 200, [4] * 400 + [7] * 200)
     assert watch.rss_growth() == 1
     assert watch.fd_growth() == 3
 
