@@ -31,6 +31,25 @@ def test_each_target_takes_its_seeds_and_nothing_at_all(name: str) -> None:
         target.one(seed)
 
 
+def test_seeds_get_to_the_heart_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all inputs are turned away at the door, nothing is fuzzed."""
+    from tests.fuzz.targets import engine, kvplane, workers
+    from tests.pd_router.rig import Recorder
+
+    kvplane.one(kvplane.seeds()[0])
+    assert kvplane._worker().told.names(kvplane._KEY) == ["committed"]
+
+    runner = engine._engine("decode").runner
+    before = runner.steps
+    engine.one(engine.seeds()[0])
+    assert runner.steps > before
+
+    made: list[Recorder] = []
+    monkeypatch.setattr(workers, "Recorder", lambda: made.append(Recorder()) or made[-1])
+    workers.one(workers.seeds()[0])
+    assert made[0].done
+
+
 def test_the_corpus_is_that_of_targets() -> None:
     assert {folder.name for folder in CORPUS.iterdir()} <= set(targets.NAMES)
 
