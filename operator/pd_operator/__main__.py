@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+import uvloop
 from prometheus_client import disable_created_metrics
 
 from pd_operator import flags, kube, metrics, web
@@ -90,7 +91,8 @@ def main() -> int:
         format="%(asctime)s %(levelname).1s %(name)s %(message)s",
         stream=sys.stderr,
     )
-    return asyncio.run(serve(given))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(given))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from typing import Any
+
+import msgspec
 
 from pd_operator import apierrors, kept
 from pd_operator.keys import Key
 from pd_operator.kube import Kube, WatchEvent
 from pd_operator.podparts import Manifest
 from pd_operator.resources import CHILDREN, PDCLUSTER, POD, WATCHED, Resource
-from pd_operator.store import Store, name_of
+from pd_operator.store import Packing, Store, name_of
 
 log = logging.getLogger("pd_operator.informer")
 
@@ -30,6 +33,10 @@ ABSENT_S = 30.0
 FRESH_S = 100.0
 """Watches say something every 60 s at least: a bookmark."""
 
+
+PACKING = Packing(
+    msgspec.json.Encoder(order="sorted").encode, msgspec.json.Decoder(dict[str, Any]).decode
+)
 
 Touched = Callable[[Resource, Iterable[Key] | None], None]
 """Hears which PDClusters a change of a kind matters to; None: to all."""
@@ -49,7 +56,9 @@ class Watcher:
         packs: bool = False,
     ) -> None:
         self.resource = resource
-        self.store: Store[Key] = Store(kept.owner_of, self._slim, packs=packs)
+        self.store: Store[Key] = Store(
+            kept.owner_of, self._slim, packing=PACKING if packs else None
+        )
         self.present = asyncio.Event()
         self.settled = asyncio.Event()
         self.heard_at = float("-inf")

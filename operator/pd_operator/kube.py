@@ -6,7 +6,6 @@ much a call.
 """
 
 import asyncio
-import json
 import logging
 import os
 import time
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import aiohttp
+import msgspec
 from kubernetes.aio import client, config
 
 from pd_operator import apierrors
@@ -88,7 +88,7 @@ class Transport(Protocol):
 @dataclass(frozen=True, slots=True)
 class Listed:
     version: str
-    items: "Items | list[Manifest]"
+    items: "Items"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class Kube:
         query = {"labelSelector": selector, "resourceVersion": version or ""}
         path = resource.path(namespace)
         request = Request("list", resource, "GET", path, _given(query), timeout_s=timeout_s)
-        return _listed((await self._answer(request)).decode())
+        return _listed(await self._answer(request))
 
     async def watch(
         self,
@@ -287,47 +287,37 @@ class Kube:
         return response.body
 
 
+class _List(msgspec.Struct):
+    """A list whose items are still text."""
+
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    items: list[msgspec.Raw] | None = None
+
+
 class Items:
     """The objects of a list: text that is parsed one by one, whenever they are gone through.
     All at once would take five times the memory of the text."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    def __init__(self, raw: list[msgspec.Raw]) -> None:
+        self._raw = raw
 
     def __iter__(self) -> Iterator[Manifest]:
-        text, at = self._text, 0
-        while at < len(text):
-            try:
-                item, at = _DECODER.raw_decode(text, at)
-            except ValueError as error:
-                raise apierrors.Unavailable(f"an object of a list is no JSON: {error}") from error
-            if not isinstance(item, dict):
-                raise apierrors.Unavailable("a list has something else than objects")
-            at += 1  # the comma
-            yield item
+        for one in self._raw:
+            yield _decode(one)
 
     def __bool__(self) -> bool:
-        return bool(self._text)
+        return bool(self._raw)
 
 
-_DECODER = json.JSONDecoder()
-_ITEMS = '"items":['
+_LISTS = msgspec.json.Decoder(_List)
 
 
-def _listed(text: str) -> Listed:
-    """API servers write no spaces, and nothing with brackets beside the items: what is left
-    without these is JSON. Whoever writes lists in another way has them parsed as a whole."""
-    begin, end = text.find(_ITEMS) + len(_ITEMS), text.rfind("]")
-    items: Items | list[Manifest] = Items(text[begin:end])
+def _listed(body: bytes) -> Listed:
     try:
-        if begin < len(_ITEMS):
-            raise ValueError("no items")
-        found = json.loads(f"{text[:begin]}{text[end:]}")
-    except ValueError:
-        found = _decode(text.encode())
-        items = found.get("items") or []
-    metadata = found.get("metadata") or {}
-    return Listed(str(metadata.get("resourceVersion", "")), items)
+        found = _LISTS.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise apierrors.Unavailable(f"the answer is no list: {error}") from error
+    return Listed(str(found.metadata.get("resourceVersion", "")), Items(found.items or []))
 
 
 async def _next(lines: AsyncIterator[bytes]) -> bytes | None:
@@ -348,10 +338,10 @@ def _given(query: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in query.items() if value}
 
 
-def _decode(body: bytes) -> Manifest:
+def _decode(body: bytes | msgspec.Raw) -> Manifest:
     try:
-        found = json.loads(body)
-    except ValueError as error:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise apierrors.Unavailable(f"the answer is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise apierrors.Unavailable("the answer is no object")

@@ -54,7 +54,7 @@ class Pace:
     where it is only shown; how often numbers alone are written to a status."""
 
     sample_s: float = 5.0
-    glance_s: float = 120.0
+    glance_s: float = 300.0
     status_s: float = 30.0
 
 

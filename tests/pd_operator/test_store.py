@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_operator.informer import PACKING
 from pd_operator.podparts import Manifest
 from pd_operator.store import Store, name_of, uid_of, version_of
 
@@ -18,7 +19,8 @@ def item(name: str, version: int, uid: str = "u1", group: str = "a", **fields: A
 
 
 def store(*, packs: bool = False) -> Store[str]:
-    return Store(lambda one: one["metadata"]["labels"]["group"] or None, packs=packs)
+    packing = PACKING if packs else None
+    return Store(lambda one: one["metadata"]["labels"]["group"] or None, packing=packing)
 
 
 def held(of: Store[str], name: str = "x") -> int:
