@@ -1,6 +1,7 @@
 """A container's log: a file that the process writes by itself and that stays bounded."""
 
 import os
+import shutil
 from pathlib import Path
 
 MAX_BYTES = 8 << 20
@@ -51,8 +52,12 @@ class LogFile:
         size = self._size()
         if size <= self._max_bytes:
             return
-        tail = self._read(size - self._max_bytes, self._max_bytes)
-        self.path.with_name(self.path.name + ".1").write_bytes(tail)
+        with (
+            self.path.open("rb") as log,
+            self.path.with_name(self.path.name + ".1").open("wb") as kept,
+        ):
+            log.seek(size - self._max_bytes)
+            shutil.copyfileobj(log, kept, _READ_BYTES)  # in pieces: who trims stays small
         os.truncate(self.path, 0)  # the writer appends, so it goes on at the beginning
         self._run_start = self._followed = 0
 

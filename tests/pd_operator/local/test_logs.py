@@ -1,6 +1,7 @@
 """Container logs: the last words of the present run, whole lines as they come, a bound."""
 
 import os
+import tracemalloc
 from pathlib import Path
 
 from pd_operator.local.logs import LogFile
@@ -55,3 +56,18 @@ def test_a_log_stays_bounded_while_it_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "log.1").stat().st_size <= 1000
     assert log.last_line().endswith("99")
     os.close(descriptor)
+
+
+def test_trimming_takes_little_memory(tmp_path: Path) -> None:
+    """`up` stays as small as it was: what it trims isn't read as a whole."""
+    content = b"%099d\n" * 40_000 % tuple(range(40_000))
+    (tmp_path / "log").write_bytes(content)
+    tracemalloc.start()
+    try:
+        LogFile(tmp_path / "log", max_bytes=3_000_000).trim()
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 500_000
+    assert (tmp_path / "log.1").read_bytes() == content[-3_000_000:]
+    assert (tmp_path / "log").stat().st_size == 0
