@@ -35,8 +35,6 @@ class FuzzLoop:
         self._loop.set_exception_handler(self._failed)
         self._errors = _Errors()
         logging.getLogger().addHandler(self._errors)
-        for quiet in ("pd_router", "pd_engine"):
-            logging.getLogger(quiet).setLevel(logging.ERROR)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """To its end; raises Finding for whatever went wrong beside it."""

@@ -16,6 +16,7 @@ from typing import Any
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine import announce, core, server
 from pd_engine.kv import frames, plane, tcp
+from pd_proto import tls
 from pd_router import link, session, workers
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
@@ -40,6 +41,10 @@ _EXCUSABLE = {
     FailureKind.LEASE_EXPIRED, FailureKind.PREEMPTED, FailureKind.STEP_FAILED,
     FailureKind.OVERLOADED,
 }  # fmt: skip
+
+
+_SPEAKERS = (announce, link, server, tls, workers)
+"""Modules that reach gRPC; here they reach the simulated one."""
 
 
 @dataclass
@@ -377,7 +382,7 @@ class World:
         changes: list[tuple[Any, str, Any]] = [
             (module, "time", time) for module in (core, link, session, workers)
         ]
-        changes += [(module, "grpc", self.rpc.grpc) for module in (announce, link, server, workers)]
+        changes += [(module, "grpc", self.rpc.grpc) for module in _SPEAKERS]
         changes += [
             (core, "ThreadPoolExecutor", lambda *_, **__: SimpleNamespace(shutdown=_nothing)),
             (link, "random", self.random),
