@@ -11,7 +11,6 @@ does on an H100 (2.6 GB/s), so the sender is slowed down to the same ratio of li
 import asyncio
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from bench.common import Goal, arguments, median, report, table
 from bench.models import model_dir
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
+from tests.ports import free_ports
 
 LENGTHS = (512, 2048, 4096, 8000)
 GOALS = {
@@ -53,7 +53,7 @@ class Engine:
     """A worker's process, and a stream to it as a router has one."""
 
     def __init__(self, role: str, folder: Path, *flags: str) -> None:
-        self.port, kv_port, health = _free_port(), _free_port(), _free_port()
+        self.port, kv_port, health = free_ports(3)
         command = [
             sys.executable, "-m", "pd_engine", f"--role={role}", f"--model={folder}",
             "--served-name=m", f"--worker-name={role}", "--host=127.0.0.1",
@@ -117,12 +117,6 @@ class Engine:
             await self._channel.close()
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 _numbers = iter(range(1, 1_000_000))

@@ -18,6 +18,7 @@ import psutil
 
 from bench.common import OUT, ROOT
 from bench.router.load import PATH
+from tests.ports import free_port, free_ports
 
 PEERS = {"vllm-router": "vllm-router==0.1.17", "smg": "smg==1.13.0"}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pdcluster" / "peers"
@@ -91,7 +92,7 @@ def install(name: str, download: bool) -> Path | None:
 @contextlib.contextmanager
 def ours(cores: Cores, model: Path, pairs: int = 1, apart: bool = False) -> Iterator[Site]:
     """Our router. `apart`: each worker in a process of its own, so that it can be killed."""
-    http, control = _free_ports(2)
+    http, control = free_ports(2)
     with contextlib.ExitStack() as closing:
         router = _start(
             closing, "ours", cores.router,
@@ -115,7 +116,7 @@ def peer(
     name: str, python: Path, cores: Cores, model: Path, pairs: int = 1, apart: bool = False
 ) -> Iterator[Site]:
     """A compiled router before instant HTTP engines, in its mode for prefill and decode."""
-    port, *ports = _free_ports(1 + 2 * pairs)
+    port, *ports = free_ports(1 + 2 * pairs)
     prefill, decode = ports[:pairs], ports[pairs:]
     with contextlib.ExitStack() as closing:
         started = []
@@ -138,7 +139,7 @@ def _vllm_router(python: Path, port: int, prefill: list[int], decode: list[int])
     for at in decode:
         command += ["--decode", f"http://127.0.0.1:{at}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-    return [*command, "--log-level", "warning", "--prometheus-port", str(_free_ports(1)[0])]
+    return [*command, "--log-level", "warning", "--prometheus-port", str(free_port())]
 
 
 def _smg(python: Path, port: int, prefill: list[int], decode: list[int]) -> list[str]:
@@ -148,7 +149,7 @@ def _smg(python: Path, port: int, prefill: list[int], decode: list[int]) -> list
     for at in decode:
         command += ["--decode", f"http://127.0.0.1:{at}"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-    return [*command, "--log-level", "warn", "--prometheus-port", str(_free_ports(1)[0])]
+    return [*command, "--log-level", "warn", "--prometheus-port", str(free_port())]
 
 
 _PEER_COMMANDS = {"vllm-router": _vllm_router, "smg": _smg}
@@ -220,11 +221,3 @@ def _wait_ready(site: Site, router: subprocess.Popen[str]) -> None:
                 return
         time.sleep(0.2)
     raise RuntimeError(f"{site.name} doesn't answer: {answer[:500]!r}")
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as closing:
-        sockets = [closing.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]

@@ -65,12 +65,10 @@ def canonical_quantity(text: str) -> str | None:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None
-    number, suffix = Fraction(match.group(1)), match.group(2)
-    if suffix in _BINARY[1:]:
-        value = number * 1024 ** _BINARY.index(suffix)
+    value = _value(match)
+    if match[2] in _BINARY[1:]:
         return _largest_unit(value, 1024, _BINARY)
-    thousandths = number * Fraction(1000) ** _DECIMAL.index(suffix)
-    return _largest_unit(thousandths, 1000, _DECIMAL)
+    return _largest_unit(value * 1000, 1000, _DECIMAL)
 
 
 def quantity_bytes(text: str) -> int:
@@ -83,10 +81,15 @@ def quantity_bytes(text: str) -> int:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no quantity")
-    number, suffix = Fraction(match.group(1)), match.group(2)
+    return math.ceil(_value(match))
+
+
+def _value(match: re.Match[str]) -> Fraction:
+    """What a text that _QUANTITY matches stands for."""
+    number, suffix = Fraction(match[1]), match[2]
     if suffix in _BINARY[1:]:
-        return math.ceil(number * 1024 ** _BINARY.index(suffix))
-    return math.ceil(number * Fraction(1000) ** (_DECIMAL.index(suffix) - 1))
+        return number * 1024 ** _BINARY.index(suffix)
+    return number * Fraction(1000) ** (_DECIMAL.index(suffix) - _DECIMAL.index(""))
 
 
 def _largest_unit(value: Fraction, step: int, units: Sequence[str]) -> str:

@@ -131,8 +131,8 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         # endpoints would refuse connections where clients should get a 503.
         "startupProbe": podparts.probe("/health", "http", period_s=1, failures=60),
         "readinessProbe": podparts.probe("/health", "http", period_s=2, failures=3),
-        # Other routers and retries stand in for a worker; ending a router ends its streams,
-        # and on a node without a core to spare it may be late for some seconds.
+        # Others stand in for a worker that is ended, but with a router its streams end, and on
+        # a node without a core to spare it may be late for some seconds.
         "livenessProbe": podparts.liveness("/health", "admin", podparts.PATIENT_FAILURES),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
         "volumeMounts": [*SCRATCH_MOUNTS, *key_mounts, *podparts.own_mounts(template)],

@@ -34,7 +34,6 @@ class FuzzLoop:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._failed)
         self._errors = _Errors()
-        logging.getLogger().addHandler(self._errors)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """To its end; raises Finding for whatever went wrong beside it."""
@@ -43,9 +42,12 @@ class FuzzLoop:
             async with asyncio.timeout(DEADLINE_S):
                 return await work
 
+        root = logging.getLogger()
+        root.addHandler(self._errors)
         try:
             return self._loop.run_until_complete(bounded())
         finally:
+            root.removeHandler(self._errors)
             found, self._errors.found = self._errors.found, []
             if found:
                 raise Finding("\n".join(found))
