@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from pd_core.kv import prefix_hashes
 from pd_engine.holdings import Loan
@@ -52,10 +53,30 @@ class Policy:
 
 @dataclass(slots=True)
 class Stores:
-    """What there is beyond the pool."""
+    """What there is beyond the pool. A disk is filled from host memory, and needs it."""
 
     host: HostSlots | None = None
     disk: DiskSlots | None = None
+
+
+Slots = TypeVar("Slots", HostSlots, DiskSlots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Store(Generic[Slots]):
+    """Slots, and whose they are."""
+
+    slots: Slots
+    shelf: Shelf
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a block comes back from: a slot that nobody takes away meanwhile."""
+
+    place: int
+    store: str
+    slot: int
 
 
 @dataclass(slots=True, eq=False)
@@ -93,50 +114,55 @@ class Archive:
         self._scheduler = scheduler
         self._memory = memory
         self._policy = policy
-        self._host, self._disk = stores.host, stores.disk
+        host, disk = stores.host, stores.disk
+        if disk is not None and host is None:
+            raise ValueError("a disk for KV without host memory to fill it from")
+        self._host = _Store(host, Shelf(host.slots)) if host is not None else None
+        self._disk = _Store(disk, Shelf(disk.slots)) if disk is not None else None
         self._metrics = metrics
         self._prefill_tokens_per_s = max(prefill_tokens_per_s, 1e-9)
-        self._on_host = Shelf(stores.host.slots) if stores.host is not None else None
-        self._on_disk = Shelf(stores.disk.slots) if stores.disk is not None else None
         self._speeds = dict(_SPEEDS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="archive")
         self._told: set[bytes] = set()
         self._touched: dict[bytes, None] = {}
         self._broken = False  # the disk's last write failed
-        if stores.disk is not None and self._on_disk is not None:
-            self._find(stores.disk, self._on_disk)
+        if self._disk is not None:
+            self._find(self._disk)
         metrics.follow_kept(self.kept)
 
-    def _find(self, disk: DiskSlots, shelf: Shelf) -> None:
-        now = time.monotonic()
-        for found in sorted(disk.scan(), key=lambda one: -one.age_s):
+    def _find(self, disk: _Store[DiskSlots]) -> None:
+        now, shelf = time.monotonic(), disk.shelf
+        for found in sorted(disk.slots.scan(), key=lambda one: -one.age_s):
             if found.key in shelf or found.age_s > self._policy.ttl_s:
-                disk.erase(found.slot)
+                disk.slots.erase(found.slot)
                 continue
             shelf.restore(found.slot, found.key, now - found.age_s)
             self._touched[found.key] = None
-        log.info("disk=%s kept_blocks=%d of %d", disk.path, len(shelf), shelf.slots)
+        log.info("disk=%s kept_blocks=%d of %d", disk.slots.path, len(shelf), shelf.slots)
+
+    @property
+    def _shelves(self) -> dict[str, Shelf]:
+        """By store, where there is one; what is read fastest comes first."""
+        stores = {HOST: self._host, DISK: self._disk}
+        return {name: store.shelf for name, store in stores.items() if store is not None}
 
     def kept(self) -> dict[str, int]:
         """Blocks by store."""
-        shelves = {HOST: self._on_host, DISK: self._on_disk}
-        return {name: len(shelf) for name, shelf in shelves.items() if shelf is not None}
+        return {name: len(shelf) for name, shelf in self._shelves.items()}
 
     def __contains__(self, key: bytes) -> bool:
         return self._where(key) is not None
 
     def _where(self, key: bytes) -> str | None:
-        if self._on_host is not None and key in self._on_host:
-            return HOST
-        return DISK if self._on_disk is not None and key in self._on_disk else None
+        return next((name for name, shelf in self._shelves.items() if key in shelf), None)
 
     # ---- what routers are told -----------------------------------------------------------
 
     def prefixes(self) -> tuple[bytes, ...]:
         """All hashes here or in the pool."""
         everything = dict.fromkeys(self._scheduler.prefixes())
-        for shelf in (self._on_host, self._on_disk):
-            everything |= dict.fromkeys(shelf or ())
+        for shelf in self._shelves.values():
+            everything |= dict.fromkeys(shelf)
         return tuple(everything)
 
     def take_prefix_changes(self) -> PrefixChanges:
@@ -176,35 +202,33 @@ class Archive:
     def _save_some(self, now: float) -> None:
         """From the pool to host memory. In the event loop: nothing else can evict meanwhile."""
         fresh = self._scheduler.pool.fresh
-        if self._host is None or self._on_host is None:
+        if self._host is None:
             fresh.clear()
             return
         left = max(1, _PASS_BYTES // self._memory.layout.block_bytes)
-        while fresh and left and not self._would_lose():
+        while fresh and left and not self._would_lose(self._host.shelf):
             key = fresh.popleft()
             block = self._scheduler.pool.block_of(key)
-            if key in self._on_host:
-                self._on_host.touch(key, now)
-            elif block is not None and self._save(key, block, now):
+            if key in self._host.shelf:
+                self._host.shelf.touch(key, now)
+            elif block is not None and self._save(self._host, key, block, now):
                 left -= 1
 
-    def _would_lose(self) -> bool:
+    def _would_lose(self, on_host: Shelf) -> bool:
         """Host memory is full of what isn't on disk yet, and will be."""
-        if self._on_host is None or self._on_disk is None or self._broken or self._on_host.room:
+        if self._disk is None or self._broken or on_host.room:
             return False
-        gone = self._on_host.next_to_leave()
-        return gone is not None and gone not in self._on_disk
+        gone = on_host.next_to_leave()
+        return gone is not None and gone not in self._disk.shelf
 
-    def _save(self, key: bytes, block: int, now: float) -> bool:
-        if self._host is None or self._on_host is None:
-            raise AssertionError("nowhere to save to")
-        reserved = self._on_host.reserve()
+    def _save(self, host: _Store[HostSlots], key: bytes, block: int, now: float) -> bool:
+        reserved = host.shelf.reserve()
         if reserved is None:
             return False
         slot, gone = reserved
         layers = self._memory.layout.layers
-        self._host.view(slot)[:] = self._memory.slices([block], 0, layers)[0]
-        self._on_host.commit(slot, key, now)
+        host.slots.view(slot)[:] = self._memory.slices([block], 0, layers)[0]
+        host.shelf.commit(slot, key, now)
         self._note(key, gone)
         return True
 
@@ -217,86 +241,81 @@ class Archive:
         before = now - self._policy.ttl_s
         if not pool.fresh:  # else it is about to be copied
             pool.evict_cached(before, int(self._policy.idle_share * pool.num_blocks))
-        if self._on_host is not None:
-            for key in self._on_host.expired(before):
-                self._on_host.drop(key)
+        if self._host is not None:
+            for key in self._host.shelf.expired(before):
+                self._host.shelf.drop(key)
                 self._note(key)
-        for key in self._on_disk.expired(before) if self._on_disk is not None else ():
-            self._forget(key)
+        if self._disk is not None:
+            for key in self._disk.shelf.expired(before):
+                self._forget(self._disk, key)
 
-    def _forget(self, key: bytes) -> None:
+    def _forget(self, disk: _Store[DiskSlots], key: bytes) -> None:
         """A block leaves the disk, unless it's read right now."""
-        if self._on_disk is None or self._disk is None or key not in self._on_disk:
-            return
-        slot = self._on_disk.drop(key)
+        slot = disk.shelf.drop(key) if key in disk.shelf else None
         self._note(key)
         if slot is not None:  # whatever is written there next waits in the same thread
-            self._thread.submit(self._disk.erase, slot).add_done_callback(self._erased)
-
-    def _erased(self, done: "Future[None]") -> None:
-        error = done.exception()
-        if error is not None:
-            log.error("expired KV couldn't be erased from disk: %s", error)
+            self._thread.submit(disk.slots.erase, slot).add_done_callback(_erased)
 
     async def _spill(self, now: float) -> None:
-        """Writes what will leave host memory next to disk, a block at a time."""
-        if self._on_host is None or self._on_disk is None:
+        """Writes what will leave host memory next to disk, a few blocks."""
+        if self._host is None or self._disk is None:
             return
-        clean, left = self._on_host.room, _SPILLED_A_PASS
-        enough = max(1, int(_CLEAN_SHARE * self._on_host.slots))
-        for key in list(self._on_host) if clean < enough else ():
+        host, disk = self._host.shelf, self._disk.shelf
+        clean, left = host.room, _SPILLED_A_PASS
+        enough = max(1, int(_CLEAN_SHARE * host.slots))
+        for key in list(host) if clean < enough else ():
             if clean >= enough or not left:
                 return
-            if key in self._on_disk:
+            if key in disk:
                 clean += 1
-            elif key in self._on_host:
+            elif key in host:
                 left -= 1
-                if not await self._write(key, now):
+                if not await self._write(self._host, self._disk, key, now):
                     return
                 clean += 1
 
-    async def _write(self, key: bytes, now: float) -> bool:
+    async def _write(
+        self, host: _Store[HostSlots], disk: _Store[DiskSlots], key: bytes, now: float
+    ) -> bool:
         """One block from host memory to disk."""
-        host, disk, on_host, on_disk = self._host, self._disk, self._on_host, self._on_disk
-        if host is None or disk is None or on_host is None or on_disk is None:
-            raise AssertionError("no disk to write to")
-        reserved = on_disk.reserve()
+        reserved = disk.shelf.reserve()
         if reserved is None:
             return False
         slot, gone = reserved
         self._note(gone)
-        view = host.view(on_host.pin(key, None))
+        view = host.slots.view(host.shelf.pin(key, None))
         loop = asyncio.get_running_loop()
         # A cancelled call leaves both slots as they are: the thread may still be at it.
         try:
-            await loop.run_in_executor(self._thread, disk.write, slot, key, view)
+            await loop.run_in_executor(self._thread, disk.slots.write, slot, key, view)
         except OSError as error:
-            on_host.unpin(key)
-            on_disk.abandon(slot)
+            host.shelf.unpin(key)
+            disk.shelf.abandon(slot)
             self._metrics.archive_failure(DISK)
             if not self._broken:
                 log.error("KV can't be kept on disk, and isn't until it can: %s", error)
             self._broken = True
             return False
-        on_host.unpin(key)
-        on_disk.commit(slot, key, now)
+        host.shelf.unpin(key)
+        disk.shelf.commit(slot, key, now)
         self._note(key)
         self._broken = False
         return True
 
     async def flush(self, within_s: float) -> None:
         """Before the end: what is in host memory alone goes to disk, used last first."""
-        if self._on_host is None or self._on_disk is None:
+        if self._host is None or self._disk is None:
             return
         until = time.monotonic() + within_s
         pool = self._scheduler.pool
         while pool.fresh and (now := time.monotonic()) < until:
             self._save_some(now)
             await self._spill(now)
-        missing = [key for key in reversed(list(self._on_host)) if key not in self._on_disk]
+        on_host, on_disk = self._host.shelf, self._disk.shelf
+        missing = [key for key in reversed(list(on_host)) if key not in on_disk]
         for done, key in enumerate(missing):
             now = time.monotonic()
-            if now >= until or not await self._write(key, now):
+            if now >= until or not await self._write(self._host, self._disk, key, now):
                 log.warning("%d blocks of KV weren't written to disk", len(missing) - done)
                 return
         log.info("flushed_blocks=%d to disk", len(missing))
@@ -305,7 +324,7 @@ class Archive:
         self._thread.shutdown(wait=True)
         for store in (self._host, self._disk):
             if store is not None:
-                store.close()
+                store.slots.close()
 
     # ---- and come back -------------------------------------------------------------------
 
@@ -343,13 +362,12 @@ class Archive:
     async def bring(self, refill: Refill) -> None:
         """Reads it into the pool, where the request finds it then. Never raises for what is
         wrong with a store: then less comes back. After it, or when it was cancelled, `repay`."""
-        now = time.monotonic()
-        loan, pinned = refill.loan, list[tuple[int, str, int]]()
-        for place, source in zip(loan.missing, refill.sources, strict=True):
-            shelf, key = self._shelf(source), loan.hashes[place]
+        now, loan, pinned = time.monotonic(), refill.loan, list[_Source]()
+        for place, store in zip(loan.missing, refill.sources, strict=True):
+            shelf, key = self._shelves[store], loan.hashes[place]
             if key not in shelf:  # it left between two turns of the loop
                 break
-            pinned.append((place, source, shelf.pin(key, now)))
+            pinned.append(_Source(place, store, shelf.pin(key, now)))
         loop = asyncio.get_running_loop()
         refill.reading = True
         read = loop.run_in_executor(self._thread, self._read, loan, pinned)
@@ -359,69 +377,75 @@ class Archive:
         except TimeoutError:
             log.error("KV didn't come back within %.0f s; computing it", _READ_DEADLINE_S)
 
-    def _shelf(self, source: str) -> Shelf:
-        shelf = self._on_host if source == HOST else self._on_disk
-        if shelf is None:
-            raise AssertionError(f"no {source}")
-        return shelf
-
-    def _read(self, loan: Loan, pinned: Sequence[tuple[int, str, int]]) -> _Read:
+    def _read(self, loan: Loan, sources: Sequence[_Source]) -> _Read:
         """In the thread. Ends at the first block that can't be had: a prefix has no holes."""
         done = _Read()
         layers = self._memory.layout.layers
-        for place, source, slot in pinned:
-            began = time.monotonic()
-            target = self._memory.slices([loan.blocks[place]], 0, layers)[0]
+        for one in sources:
+            key, began = loan.hashes[one.place], time.monotonic()
+            target = self._memory.slices([loan.blocks[one.place]], 0, layers)[0]
             try:
-                if source == DISK and self._disk is not None:
-                    self._disk.read(slot, loan.hashes[place], target)
-                elif self._host is not None:
-                    target[:] = self._host.view(slot)
+                self._copy(one, key, target)
             except (Corrupt, OSError) as error:
                 log.warning("kept KV is dropped: %s", error)
-                done.corrupt.append(loan.hashes[place])
+                done.corrupt.append(key)
                 break
-            done.good.append(place)
-            done.moved[source] = done.moved.get(source, 0) + target.nbytes
-            done.took_s[source] = done.took_s.get(source, 0.0) + time.monotonic() - began
+            done.good.append(one.place)
+            done.moved[one.store] = done.moved.get(one.store, 0) + target.nbytes
+            took_s = time.monotonic() - began
+            done.took_s[one.store] = done.took_s.get(one.store, 0.0) + took_s
         return done
 
+    def _copy(self, source: _Source, key: bytes, target: memoryview) -> None:
+        if source.store == DISK and self._disk is not None:
+            self._disk.slots.read(source.slot, key, target)
+        elif source.store == HOST and self._host is not None:
+            target[:] = self._host.slots.view(source.slot)
+        else:
+            raise AssertionError(f"there is no {source.store}")
+
     def _landed(
-        self,
-        refill: Refill,
-        pinned: Sequence[tuple[int, str, int]],
-        read: "asyncio.Future[_Read]",
+        self, refill: Refill, sources: Sequence[_Source], read: "asyncio.Future[_Read]"
     ) -> None:
         """The thread touches the blocks no more: what is good joins the cache."""
-        loan = refill.loan
-        for place, source, _ in pinned:
-            self._shelf(source).unpin(loan.hashes[place])
-        done = read.result()
+        loan, done = refill.loan, read.result()
+        for one in sources:
+            self._shelves[one.store].unpin(loan.hashes[one.place])
         for place in done.good:
             self._scheduler.pool.register(loan.blocks[place], loan.hashes[place])
         for key in done.corrupt:
             self._metrics.archive_failure(DISK)
-            self._forget(key)
-        for source, size in done.moved.items():
-            took_s = max(done.took_s[source], 1e-9)
-            speed = size / took_s
-            self._speeds[source] += _LATEST_COUNTS * (speed - self._speeds[source])
-            blocks = size // self._memory.layout.block_bytes
-            tokens = blocks * self._memory.layout.block_tokens
-            self._metrics.restored(source, tokens, took_s)
-            log.info(
-                "restored tokens=%d from=%s seconds=%.4f; computing them takes about %.4f",
-                tokens,
-                source,
-                took_s,
-                tokens / self._prefill_tokens_per_s,
-            )
+            if self._disk is not None:
+                self._forget(self._disk, key)
+        for store, size in done.moved.items():
+            self._learn(store, size, done.took_s[store])
         refill.reading = False
         if refill.over:
             self._scheduler.repay(loan)
+
+    def _learn(self, store: str, size: int, took_s: float) -> None:
+        """How fast it is, and what came of it."""
+        layout = self._memory.layout
+        speed = size / max(took_s, 1e-9)
+        self._speeds[store] += _LATEST_COUNTS * (speed - self._speeds[store])
+        tokens = size // layout.block_bytes * layout.block_tokens
+        self._metrics.restored(store, tokens, took_s)
+        log.info(
+            "restored tokens=%d from=%s seconds=%.4f; computing them takes about %.4f",
+            tokens,
+            store,
+            took_s,
+            tokens / self._prefill_tokens_per_s,
+        )
 
     def repay(self, refill: Refill) -> None:
         """The request has been added, or is gone: the loan ends when nothing writes it."""
         refill.over = True
         if not refill.reading:
             self._scheduler.repay(refill.loan)
+
+
+def _erased(done: "Future[None]") -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("expired KV couldn't be erased from disk: %s", error)
