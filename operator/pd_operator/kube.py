@@ -18,6 +18,8 @@ from urllib.parse import urlencode
 
 import aiohttp
 import msgspec
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.client_reqrep import ConnectionKey
 from kubernetes.aio import client, config
 
 from pd_operator import apierrors
@@ -352,9 +354,11 @@ class ApiTransport:
     """Requests over `kubernetes`' client. Proxies of the environment are not used."""
 
     def __init__(self, configuration: client.Configuration) -> None:
-        # Otherwise each call reads ~/.netrc and costs twice as much.
-        configuration.client_session_kwargs = {"trust_env": False}
         self._client = client.ApiClient(configuration)
+        rest = self._client.rest_client
+        self._connector = _Connector(limit=rest.maxsize, ssl=rest.ssl_context)
+        # With `trust_env` each call reads ~/.netrc and costs twice as much.
+        configuration.client_session_kwargs = {"trust_env": False, "connector": self._connector}
 
     async def send(self, request: Request) -> Response:
         timeout = aiohttp.ClientTimeout(total=request.timeout_s, sock_connect=CONNECT_TIMEOUT_S)
@@ -377,12 +381,13 @@ class ApiTransport:
                 async for line in _lines(answer.content):
                     yield line
             finally:
-                _abort(answer)
+                answer.close()
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise apierrors.Unavailable(_why(error, SILENCE_S)) from error
 
     async def close(self) -> None:
         await self._client.close()
+        await self._connector.close()
 
     async def _start(
         self, request: Request, timeout: aiohttp.ClientTimeout
@@ -403,12 +408,16 @@ class ApiTransport:
         return response
 
 
-def _abort(answer: aiohttp.ClientResponse) -> None:
-    """Ends a stream at once: TLS's good-byes would outlive the loop."""
-    connection = answer.connection
-    if connection is not None and connection.transport is not None:
-        connection.transport.abort()
-    answer.close()
+class _Connector(aiohttp.TCPConnector):
+    """Ends what is given up at once: TLS's good-byes wait for the other side for half a
+    minute, and would outlive the loop."""
+
+    def _release(
+        self, key: ConnectionKey, protocol: ResponseHandler, *, should_close: bool = False
+    ) -> None:
+        if should_close or protocol.should_close:
+            protocol.abort()
+        super()._release(key, protocol, should_close=should_close)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

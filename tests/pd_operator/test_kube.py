@@ -4,8 +4,10 @@ refusals, guards, and where the configuration comes from.
 
 import asyncio
 import json
+import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from pd_core.identity import Identity
 from pd_operator import apierrors, kube
 from pd_operator.kube import STATUS_MANAGER, Kube, Request
 from pd_operator.resources import DEPLOYMENT, PDCLUSTER, SERVICE
+from tests.certificates import Authority
 
 Answer = Callable[[asyncio.StreamWriter], Coroutine[Any, Any, None]]
 DOCUMENT = {"metadata": {"namespace": "ns", "name": "x", "uid": "u"}, "spec": {}}
@@ -74,13 +78,13 @@ async def never(_writer: asyncio.StreamWriter) -> None:
     await asyncio.sleep(60)
 
 
-def kubeconfig(folder: Path, port: int) -> Path:
+def kubeconfig(folder: Path, port: int, scheme: str = "http") -> Path:
     document = {
         "apiVersion": "v1",
         "kind": "Config",
         "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"{scheme}://127.0.0.1:{port}"}}],
         "users": [{"name": "u", "user": {"token": "secret"}}],
     }
     file = folder / "kubeconfig"
@@ -234,6 +238,45 @@ def test_nobody_there(run, tmp_path: Path):
             async for _ in api.watch(SERVICE, "", version="1", timeout_s=1):
                 pass
         await api.close()
+
+    run(scenario())
+
+
+def test_a_connection_that_is_given_up_is_closed_at_once(run, tmp_path: Path):
+    """Whatever TLS's other side does: here it says nothing any more."""
+    certificate, key = Authority().issue(Identity("ns", "c", "router"))
+    (tmp_path / "tls.pem").write_bytes(key + certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "tls.pem")
+
+    def serve(listening: socket.socket, asked: Callable[[], object]) -> None:
+        accepted, _ = listening.accept()
+        accepted.settimeout(10)
+        spoken = context.wrap_socket(accepted, server_side=True)
+        spoken.recv(1 << 16)
+        asked()
+        with socket.socket(fileno=spoken.detach()) as silent, suppress(ConnectionError):
+            silent.settimeout(10)
+            while silent.recv(1 << 16):
+                pass
+
+    async def scenario() -> None:
+        loop, asked = asyncio.get_running_loop(), asyncio.Event()
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            file = kubeconfig(tmp_path, listening.getsockname()[1], "https")
+            document = yaml.safe_load(file.read_text())
+            document["clusters"][0]["cluster"]["insecure-skip-tls-verify"] = True
+            file.write_text(yaml.safe_dump(document))
+            api = Kube(await kube.connect(str(file)))
+            served = asyncio.create_task(
+                asyncio.to_thread(serve, listening, lambda: loop.call_soon_threadsafe(asked.set))
+            )
+            asking = asyncio.create_task(api.get(PDCLUSTER, "ns", "x"))
+            await asked.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            await served
+            await api.close()
 
     run(scenario())
 
