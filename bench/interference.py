@@ -8,6 +8,9 @@ the other. Then one `both` worker on both cores, without chunks and with them.
 Inter-token latencies are the gaps between a chat's events as the client sees them, while
 the prompt is computed and handed over: from its arrival to its second token. Nobody guesses
 tokens here: with speculation several come at once, and gaps would tell of that instead.
+
+Beside another long prompt, without chats, short prompts come to the same prefill worker: how
+much longer than alone they wait for their first token.
 """
 
 import asyncio
@@ -30,7 +33,11 @@ from bench.models import load_tokenizer, model_dir, prompt_of, story
 from tests.client import Streamed, follow
 from tests.cluster import Cluster, serving, spec
 
-GOALS = {"pd_itl_p99_vs_control": Goal("<=", 1.1), "pd_long_ttft_ratio": Goal("<=", 1.15)}
+GOALS = {
+    "pd_itl_p99_vs_control": Goal("<=", 1.1),
+    "pd_long_ttft_ratio": Goal("<=", 1.15),
+    "short_ttft_ratio": Goal("<=", 3),
+}
 CHATS = 4
 CHUNK = 512
 _BUSY_CORE, _DECODE_CORE = {0}, {1}
@@ -47,10 +54,13 @@ class Plan:
     both_rounds: int  # of each setting of the `both` worker
     quiet_s: float
     chunks: tuple[int, ...]
+    short_rounds: int
+    short_tokens: int = 100
+    short_every_s: float = 1.0
 
 
-FULL = Plan(long_tokens=6000, rounds=5, both_rounds=2, quiet_s=12.0, chunks=(128, 64))
-QUICK = Plan(long_tokens=600, rounds=1, both_rounds=1, quiet_s=2.0, chunks=(128,))
+FULL = Plan(6000, rounds=5, both_rounds=2, quiet_s=12.0, chunks=(512, 256, 128), short_rounds=2)
+QUICK = Plan(600, rounds=1, both_rounds=1, quiet_s=2.0, chunks=(128,), short_rounds=1)
 
 
 @dataclass(slots=True)
@@ -199,6 +209,31 @@ async def pd_rounds(
     return found
 
 
+@dataclass(slots=True)
+class Shorts:
+    """Seconds to the first token of short prompts."""
+
+    alone: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+
+
+async def short_rounds(cluster: Cluster, plan: Plan, prompts: Iterator[str]) -> Shorts:
+    tokenizer, found = load_tokenizer(model_dir()), Shorts()
+    shorts = (prompt_of(tokenizer, plan.short_tokens, 20_000 + i) for i in range(10_000))
+    for _ in range(plan.short_rounds):
+        found.alone += [await long_prompt(cluster.port, next(shorts)) for _ in range(8)]
+        long = asyncio.create_task(long_prompt(cluster.port, next(prompts)))
+        asked: list[asyncio.Task[float]] = []
+        while True:
+            await asyncio.wait({long}, timeout=plan.short_every_s)
+            if long.done():
+                break
+            asked.append(asyncio.create_task(long_prompt(cluster.port, next(shorts))))
+        await long
+        found.beside += await asyncio.gather(*asked)
+    return found
+
+
 async def both_rounds(
     cluster: Cluster, plan: Plan, prompts: Iterator[str]
 ) -> dict[str, list[Phase]]:
@@ -211,7 +246,9 @@ async def both_rounds(
     return found
 
 
-def run_pd(folder: Path, plan: Plan, prompts: Iterator[str]) -> dict[str, list[Phase]]:
+def run_pd(
+    folder: Path, plan: Plan, prompts: Iterator[str]
+) -> tuple[dict[str, list[Phase]], Shorts]:
     pools = {
         "prefill": {"replicas": 1, "engine": {"threads": 1, "chunkTokens": CHUNK}},
         "decode": {"replicas": 1, "engine": {"threads": 1, "speculation": _NO_GUESSES}},
@@ -223,8 +260,9 @@ def run_pd(folder: Path, plan: Plan, prompts: Iterator[str]) -> dict[str, list[P
     ):
         pin_cluster(cluster)
         found = asyncio.run(pd_rounds(cluster, plan, prompts, control))
+        shorts = asyncio.run(short_rounds(cluster, plan, prompts))
         pin(0, _BUSY_CORE | _DECODE_CORE)
-        return found
+        return found, shorts
 
 
 def run_both(
@@ -269,12 +307,17 @@ def main(quick: bool) -> None:
     prompts = (prompt_of(tokenizer, plan.long_tokens, 1000 + i) for i in range(10_000))
 
     print(f"about {1 if quick else 25} minutes; nothing else should run meanwhile", flush=True)
-    pd = run_pd(folder, plan, prompts)
+    pd, shorts = run_pd(folder, plan, prompts)
     for name in ("quiet", "control", "PD"):
         check_samples(name, pd[name], quick)
     # Shown at once: the rest takes minutes more.
     rows = [row(name, phases) for name, phases in pd.items()]
     print(table(_HEAD, rows), flush=True)
+    waits = [
+        (n, len(t), median(t), max(t))
+        for n, t in (("alone", shorts.alone), ("beside", shorts.beside))
+    ]
+    print(table(("short prompts", "count", "TTFT s, median", "max"), waits), flush=True)
     both = run_both(folder, plan, prompts, chunk=0)
     chunked = {chunk: run_both(folder, plan, prompts, chunk) for chunk in plan.chunks}
     best = min(chunked, key=lambda c: ratio(chunked[c]["during"], chunked[c]["quiet"], 99))
@@ -296,6 +339,7 @@ def main(quick: bool) -> None:
         "pd_itl_p50_ratio": ratio(pd["PD"], pd["quiet"], 50),
         "pd_itl_p99_ratio": ratio(pd["PD"], pd["quiet"], 99),
         "pd_itl_p99_vs_control": ratio(pd["PD"], pd["control"], 99),
+        "short_ttft_ratio": median(shorts.beside) / median(shorts.alone),
         "both_itl_p99_ratio": ratio(both["during"], both["quiet"], 99),
         "chunked_itl_p99_ratio": ratio(chunked[best]["during"], chunked[best]["quiet"], 99),
         "pd_long_ttft_ratio": median(t / a for t, a in zip(ttft, alone, strict=True)),

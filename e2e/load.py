@@ -81,9 +81,10 @@ class Load:
                     raise TimeoutError(f"no {answers} answers in {deadline_s:g} s: {self.outcome}")
 
     def assert_flawless(self) -> None:
-        assert self.outcome.failed == []
-        assert self.outcome.wrong == []
-        assert self.outcome.right > 0
+        outcome = self.outcome
+        assert not outcome.failed, "\n".join(outcome.failed)
+        assert not outcome.wrong, "\n".join(outcome.wrong)
+        assert outcome.right > 0
 
     def _count(self) -> int:
         outcome = self.outcome

@@ -134,7 +134,7 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     model = apiparts.model(spec)
     slo = _slo(spec.child_or_empty("slo"))
     pools = _pools(spec, slo)
-    router = _router(spec.child_or_empty("router"), spec.child_or_empty("security"))
+    router = _router(spec.child_or_empty("router"), slo, spec.child_or_empty("security"))
     transport, quantization, colocate = _kv_transfer(spec.child_or_empty("kvTransfer"), pools)
     rollout = _rollout(spec.child_or_empty("rollout"))
     gpus, ratio = _budget(spec, pools)
@@ -277,13 +277,13 @@ def _scaling(node: Node | None) -> Scaling | None:
     return scaling
 
 
-def _router(node: Node, security: Node) -> Router:
+def _router(node: Node, slo: Slo, security: Node) -> Router:
     keys = security.child("apiKeys")
     secret, clients = ("", {}) if keys is None else routerparts.api_keys(keys)
     router = Router(
         node.integer("replicas", 1, 1, 100),
         apiparts.template(node.child("template"), "router"),
-        routerparts.flags(node, clients, keys),
+        routerparts.flags(node, slo, clients, keys),
         secret,
         node.integer("processes", 1, 1, 32),
     )

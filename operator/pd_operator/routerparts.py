@@ -7,6 +7,7 @@ import json
 import re
 from typing import Any
 
+from pd_operator.apitypes import Slo
 from pd_operator.fields import NAME_PATTERN, OBJECT_PATTERN, Node
 
 _ENTRY = re.compile(r"[-._a-zA-Z0-9]+")
@@ -40,12 +41,12 @@ def api_keys(node: Node) -> tuple[str, Clients]:
     return secret, clients
 
 
-def flags(router: Node, clients: Clients, keys: Node | None) -> tuple[str, ...]:
-    """The flags of all that `spec.router` says beyond its pods, and of the clients that `keys`
-    names."""
+def flags(router: Node, slo: Slo, clients: Clients, keys: Node | None) -> tuple[str, ...]:
+    """The flags of all that `spec.router` says beyond its pods, of the clients that `keys`
+    names, and of what `slo` promises between two tokens."""
     page = router.flag("livePage", True)
     chosen = _routing(router.child_or_empty("routing"))
-    return (*chosen, *_admission(router, clients, keys), *(() if page else (NO_LIVE_PAGE,)))
+    return (*chosen, *_admission(router, slo, clients, keys), *(() if page else (NO_LIVE_PAGE,)))
 
 
 def _routing(node: Node) -> list[str]:
@@ -62,7 +63,7 @@ def _routing(node: Node) -> list[str]:
     return [*made, *(["--allow-trace"] if trace else [])]
 
 
-def _admission(router: Node, clients: Clients, keys: Node | None) -> list[str]:
+def _admission(router: Node, slo: Slo, clients: Clients, keys: Node | None) -> list[str]:
     node = router.child_or_empty("admission")
     classes = [_class(one) for one in node.children("classes")]
     if sum(one.get("share", 0.0) for one in classes) > 1:
@@ -77,6 +78,9 @@ def _admission(router: Node, clients: Clients, keys: Node | None) -> list[str]:
         problem = "name a class that spec.router.admission.classes hasn't got"
         keys.error("clients", problem, "add it there, or write another")
     made = []
+    if not classes and slo.tpot is not None:
+        # Workers cut prompts for it. Its TTFT is no reason to refuse anybody: classes are.
+        classes = [{"name": "default", "tpot": slo.tpot.target_s}]
     if classes or limits or clients:
         document = {"classes": classes, "limits": limits}
         document |= {"clients": clients} if clients else {}

@@ -33,6 +33,8 @@ from pd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger("pd_engine.assembly")
 
+# A prompt lets shorter ones go first for so many times what it takes alone.
+_PATIENCE = 2.0
 _RECOMPUTE_MAX_TOKENS = 4096
 _STREAMS_CLOSE_S = 2.0
 _FLUSH_S = 5.0  # within the margin that a pod's grace period has beyond the drain
@@ -117,6 +119,11 @@ def _guides(bundle: pb.TokenizerBundle, runner: Runner) -> Guides | None:
         return None
 
 
+def _patience_s_per_token(runner: Runner) -> float:
+    speed = runner.prefill_tokens_per_s
+    return _PATIENCE / speed if speed > 0 else 0.0
+
+
 def transport(settings: Settings) -> str:
     """`auto` leaves it at tcp unless all workers are processes of this machine, which the
     backend for one machine tells by its hosts file: pods share no memory."""
@@ -154,12 +161,13 @@ class Worker:
                 recompute_max_tokens=_RECOMPUTE_MAX_TOKENS,
                 draft_tokens=settings.draft_tokens,
                 draft_price=runner.draft_price,
+                patience_s_per_token=_patience_s_per_token(runner),
             ),
             BlockPool(runner.num_blocks, settings.block_tokens),
-            guides=loaded.guides.make if loaded.guides is not None else None,
         )
         metrics.follow(scheduler.load)
         self.core = EngineCore(settings, scheduler, runner, metrics)
+        self.core.intake.guides = loaded.guides
         self._server: grpc.aio.Server | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._archiving: asyncio.Task[None] | None = None
@@ -176,9 +184,9 @@ class Worker:
         """Binds the ports, then announces itself. OSError when a port is taken."""
         settings, runner = self._settings, self._loaded.runner
         memory = KvMemory(runner.kv_buffer, runner.layout)
-        self.core.archive = self._archive(memory)
-        if self.core.archive is not None:
-            self._archiving = asyncio.create_task(self.core.archive.run())
+        archive = self.core.intake.archive = self._archive(memory)
+        if archive is not None:
+            self._archiving = asyncio.create_task(archive.run())
         plane = KvPlane(
             runner.layout,
             memory,
@@ -220,9 +228,9 @@ class Worker:
                 await asyncio.gather(task, return_exceptions=True)
         if self.core.plane is not None:
             await self.core.plane.close()
-        if self.core.archive is not None:
-            await self.core.archive.flush(_FLUSH_S)
-            self.core.archive.close()
+        if self.core.intake.archive is not None:
+            await self.core.intake.archive.flush(_FLUSH_S)
+            self.core.intake.archive.close()
 
     def _hello(self, work_port: int) -> pb.Hello:
         settings, runner = self._settings, self._loaded.runner

@@ -18,7 +18,7 @@ from typing import Protocol
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_core.kv import KvLayout
 from pd_engine import wire
-from pd_engine.archive import Archive, Refill
+from pd_engine.intake import Intake, Needs
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane
 from pd_engine.metrics import Metrics
 from pd_engine.outbox import Outbox
@@ -33,7 +33,6 @@ from pd_engine.types import (
     Mode,
     Prefilled,
     PrefixChanges,
-    Request,
     RequestFailed,
     RequestKey,
     Row,
@@ -102,8 +101,8 @@ class EngineCore:
         self._runner = runner
         self.metrics = metrics
         self.plane: KvPlane | None = None
-        self.archive: Archive | None = None
-        self._refills: set[asyncio.Task[None]] = set()
+        self.intake = Intake()
+        self._preparing: set[asyncio.Task[None]] = set()
         self.kv_address = ""
         self._live: dict[RequestKey, _Live] = {}
         self._streams: dict[int, Outbox] = {}
@@ -182,39 +181,42 @@ class EngineCore:
         except RequestFailure as error:
             self._refuse(live, error.failure.kind, error.failure.message)
             return
-        self._live[key] = live
-        if self.archive is None:
-            self._enqueue(request, live)
+        if len(self._preparing) >= self._settings.max_queued:
+            why = f"{len(self._preparing)} requests are being prepared on this worker"
+            self._refuse(live, FailureKind.NO_CAPACITY, why)
             return
-        hashes = self.archive.hashes(request)
-        refill = self.archive.find(hashes, len(request.token_ids))
-        if refill is None:
-            self._enqueue(request, live, hashes)
+        self._live[key] = live
+        needs = self.intake.needs(request)
+        if not needs.waits:
+            self._enqueue(needs, live)
         else:
-            task = self._loop.create_task(self._refill(request, live, hashes, refill))
-            self._refills.add(task)
-            task.add_done_callback(self._refills.discard)
+            task = self._loop.create_task(self._prepare(needs, live))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
 
-    def _enqueue(self, request: Request, live: _Live, hashes: Iterable[bytes] = ()) -> None:
+    async def _prepare(self, needs: Needs, live: _Live) -> None:
+        """A request is queued when it has what it needs, if it's still wanted then."""
+        key = needs.request.key
         try:
-            self.scheduler.add(request, time.monotonic(), hashes)
-        except RequestFailure as error:
-            del self._live[request.key]
-            self._refuse(live, error.failure.kind, error.failure.message)
-
-    async def _refill(
-        self, request: Request, live: _Live, hashes: tuple[bytes, ...], refill: Refill
-    ) -> None:
-        """A request whose KV is kept elsewhere begins when it's back."""
-        if self.archive is None:
-            raise AssertionError("a refill without an archive")
-        try:
-            await self.archive.bring(refill)
-            if self._live.get(request.key) is live:
-                self._enqueue(request, live, hashes)
+            await self.intake.fulfil(needs)
+            if self._live.get(key) is live:
+                self._enqueue(needs, live)
                 self.commands_done()
+        except RequestFailure as error:
+            if self._live.get(key) is live:
+                self._turn_away(key, live, error.failure)
         finally:
-            self.archive.repay(refill)
+            self.intake.repay(needs)
+
+    def _enqueue(self, needs: Needs, live: _Live) -> None:
+        try:
+            self.scheduler.add(needs.request, time.monotonic(), needs.hashes, needs.guide)
+        except RequestFailure as error:
+            self._turn_away(needs.request.key, live, error.failure)
+
+    def _turn_away(self, key: RequestKey, live: _Live, why: Failure) -> None:
+        del self._live[key]
+        self._refuse(live, why.kind, why.message)
 
     def _refuse(self, live: _Live, kind: FailureKind, message: str) -> None:
         self.metrics.failure(kind)
@@ -259,7 +261,9 @@ class EngineCore:
         """Steps while there is work; ends after `stop`."""
         while not self._stopping:
             self._poll()
-            batch = self.scheduler.schedule(time.monotonic(), self._pace.budget_tokens())
+            decodes, gap_s = self.scheduler.decoding()
+            room = self._pace.prompt_tokens(decodes, gap_s)
+            batch = self.scheduler.schedule(time.monotonic(), room)
             if batch is None:
                 await self._idle()
                 continue
@@ -282,9 +286,9 @@ class EngineCore:
             events = self.scheduler.fail_batch(batch, failure, time.monotonic())
         else:
             events = self.scheduler.absorb(batch, output, time.monotonic())
-            if not all(row.decodes for row in batch.rows):
-                tokens = sum(len(row.token_ids) for row in batch.rows)
-                self._pace.observe(tokens, time.monotonic() - began)
+            prompts = sum(len(row.token_ids) for row in batch.rows if not row.decodes)
+            decodes = sum(row.decodes for row in batch.rows)
+            self._pace.observe(prompts, decodes, time.monotonic() - began)
         finally:
             ended = time.monotonic()
             self._clock.began = None
@@ -566,10 +570,10 @@ class EngineCore:
 
     def prefixes(self) -> tuple[bytes, ...]:
         """Hashes of all prefixes that needn't be computed here."""
-        return (self.archive or self.scheduler).prefixes()
+        return (self.intake.archive or self.scheduler).prefixes()
 
     def take_prefix_changes(self) -> PrefixChanges:
-        return (self.archive or self.scheduler).take_prefix_changes()
+        return (self.intake.archive or self.scheduler).take_prefix_changes()
 
     def step_median_s(self) -> float:
         return statistics.median(self._clock.recent_s) if self._clock.recent_s else 0.0

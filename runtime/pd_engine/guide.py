@@ -5,7 +5,9 @@ each worker that gets a request finds out by itself where its text stands: for t
 on a prefill worker, for all later ones on a decode worker, and again after a retry.
 """
 
+import asyncio
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +18,8 @@ from pd_engine.types import Guide
 
 MAX_GRAMMAR_CHARS = 100_000
 _STACK_BYTES = 256 << 20
+KEPT = 32  # grammars; most clients send the same few again and again
+MAX_WAITING = 32  # the largest takes half a second: together less than the deadline
 _COMPILE_S = 30.0
 _SAID = 300  # characters of llguidance's words that are handed on
 _LIMITS = LLParserLimits(max_grammar_size=100_000, verbose_errors=False)
@@ -38,18 +42,53 @@ class Guides:
             self._compiler.submit(int).result()  # its thread is made now, with this stack
         finally:
             threading.stack_size(before)
+        self._known: OrderedDict[str, GrammarGuide] = OrderedDict()  # the last used is last
+        self._waiting: dict[str, asyncio.Future[GrammarGuide]] = {}
 
-    def make(self, grammar: str) -> Guide:
+    def known(self, grammar: str) -> Guide | None:
+        """What `make` gives, at once, if this grammar has lately been asked for and is right."""
+        guide = self._known.get(grammar)
+        if guide is None or guide.problem:
+            return None
+        self._known.move_to_end(grammar)
+        return guide.fork()
+
+    async def make(self, grammar: str) -> Guide:
         """For one sequence, at its beginning; takes a millisecond, and for the largest ones
-        half a second. RequestFailure says what's wrong with it.
+        half a second, in a thread. RequestFailure says what's wrong with it.
         """
+        guide = self._known.get(grammar) or await self._compiled(grammar)
+        if guide.problem:
+            raise RequestFailure(FailureKind.INVALID_REQUEST, guide.problem)
+        return guide.fork()
+
+    async def _compiled(self, grammar: str) -> "GrammarGuide":
         if len(grammar) > MAX_GRAMMAR_CHARS:
             message = f"the grammar: it has more than {MAX_GRAMMAR_CHARS} characters"
             raise RequestFailure(FailureKind.INVALID_REQUEST, message)
-        guide = self._compiler.submit(self._compile, grammar).result(_COMPILE_S)
-        if guide.problem:
-            raise RequestFailure(FailureKind.INVALID_REQUEST, guide.problem)
-        return guide
+        coming = self._waiting.get(grammar)
+        if coming is None:
+            if len(self._waiting) >= MAX_WAITING:
+                message = f"{len(self._waiting)} grammars wait to be compiled on this worker"
+                raise RequestFailure(FailureKind.NO_CAPACITY, message)
+            loop = asyncio.get_running_loop()
+            coming = loop.run_in_executor(self._compiler, self._compile, grammar)
+            self._waiting[grammar] = coming
+            coming.add_done_callback(lambda done: self._keep(grammar, done))
+        try:
+            # Shielded: others may wait for the same one.
+            return await asyncio.wait_for(asyncio.shield(coming), _COMPILE_S)
+        except TimeoutError:
+            message = f"the grammar: it wasn't compiled within {_COMPILE_S:g} s"
+            raise RequestFailure(FailureKind.NO_CAPACITY, message) from None
+
+    def _keep(self, grammar: str, done: "asyncio.Future[GrammarGuide]") -> None:
+        del self._waiting[grammar]
+        if done.cancelled() or done.exception() is not None:
+            return
+        self._known[grammar] = done.result()
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
 
     def _compile(self, grammar: str) -> "GrammarGuide":
         return GrammarGuide(LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))

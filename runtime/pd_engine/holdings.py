@@ -9,7 +9,7 @@ from pd_engine.blocks import BlockPool
 from pd_engine.sequence import Sequence, Stage, Task
 from pd_engine.types import Batch, Load, RequestKey, Row
 
-_BY_RANK = attrgetter("rank")
+_BY_RANK, _BY_TURN = attrgetter("rank"), attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Holdings:
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
         self.tasks: dict[RequestKey, Task] = {}
-        self.waiting: list[Sequence] = []  # by rank; they hold nothing
+        self.waiting: list[Sequence] = []  # by turn; they hold nothing
         self.running: list[Sequence] = []  # by rank; they have blocks and compute
         self.granted: dict[RequestKey, Sequence] = {}  # their KV is on the way
         self.exports: dict[RequestKey, list[int]] = {}  # computed, pinned for a transfer
@@ -47,7 +47,7 @@ class Holdings:
         return key in self.tasks or key in self.exports or key in self.quarantine
 
     def wait(self, seq: Sequence) -> None:
-        insort(self.waiting, seq, key=_BY_RANK)
+        insort(self.waiting, seq, key=_BY_TURN)
 
     def run(self, seq: Sequence) -> None:
         insort(self.running, seq, key=_BY_RANK)
@@ -163,6 +163,12 @@ class Holdings:
         """Anybody waits for anything, or holds anything."""
         return bool(self.tasks or self.exports or self.quarantine or self.flight or self.loans)
 
+    def decoding(self) -> tuple[bool, float | None]:
+        """Whether sequences decode, and how far apart their tokens may be, in seconds."""
+        tasks = [seq.task for seq in self.running if seq.pending == 1]
+        gaps = [task.req.tpot_s for task in tasks if task.req.tpot_s > 0]
+        return bool(tasks), min(gaps, default=None)
+
     def load(self) -> Load:
         counts = self.pool.counts()
         grants = sum(seq.awaits_grant for seq in self.waiting)
@@ -183,8 +189,8 @@ class Holdings:
     def check(self) -> None:
         """Raises AssertionError unless the books agree with the pool, block by block."""
         self.pool.check(self._owned())
-        for line in (self.waiting, self.running):
-            if line != sorted(line, key=_BY_RANK):
+        for line, key in ((self.waiting, _BY_TURN), (self.running, _BY_RANK)):
+            if line != sorted(line, key=key):
                 raise AssertionError("a queue is out of order")
         here = {*self.waiting, *self.running, *self.granted.values()}
         if len(here) != len(self.waiting) + len(self.running) + len(self.granted):

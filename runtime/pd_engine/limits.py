@@ -20,6 +20,7 @@ class SchedulerConfig:
     recompute_max_tokens: int  # a preempted sequence that is longer goes back to the router
     decode_reserve_tokens: int = 256  # a grant covers so many tokens of output
     draft_tokens: int = 0  # guesses a step for one sequence; a grant covers them too
+    patience_s_per_token: float = 0.0  # see `due`
     draft_price: float = 1.0  # what a token more costs, where a step of one token costs 1
 
     def __post_init__(self) -> None:
@@ -32,6 +33,7 @@ class SchedulerConfig:
             "decode_reserve_tokens",
             "draft_tokens",
             "draft_price",
+            "patience_s_per_token",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
@@ -40,6 +42,17 @@ class SchedulerConfig:
                 f"max_running = {self.max_running}: at most max_batch_tokens"
                 f" ({self.max_batch_tokens}), or some would never get a token into a step"
             )
+
+
+def due(req: Request, cfg: SchedulerConfig, now: float) -> float:
+    """When a prompt that comes `now` goes ahead of whatever comes later, however short that is.
+
+    A short prompt is due soon, a long one in proportion: so the short one doesn't wait for
+    the whole of the long one, and the long one is late by so much at most. What only waits
+    for KV is due at once.
+    """
+    patience_s = 0.0 if req.mode is Mode.IMPORT else cfg.patience_s_per_token
+    return now + patience_s * len(req.token_ids)
 
 
 def token_limit(req: Request, cfg: SchedulerConfig, pool: BlockPool) -> int:

@@ -1,12 +1,14 @@
 """How many tokens a step may have, so that it doesn't take too long. Pure.
 
 A step can't be left half-way by one of its requests: what a request in it holds is freed
-when it ends, and whoever arrives meanwhile waits for it. So prompts are cut not only by
-`chunk_tokens` but also by time, with the speed that the last steps had.
+when it ends, whoever arrives meanwhile waits for it, and who decodes in it gets its next
+token at its end. So prompts are cut not only by `chunk_tokens` but also by time, with the
+speed that the last steps had: it falls with the context, and the pieces with it.
 """
 
 _WEIGHT = 0.3  # of the newest step
-_LEAST_TOKENS = 16  # smaller steps say little of a prompt's speed, and cost more than they save
+_LEAST_TOKENS = 16  # smaller pieces say little of a prompt's speed, and cost more than they save
+_LEAST_SHARE = 0.25  # of a step's time is its prompts', whatever decoding alone takes
 
 
 class StepPace:
@@ -16,18 +18,30 @@ class StepPace:
         """`tokens_per_s` is what to go by until steps have been seen; 0 when unknown."""
         self._target_s = target_s
         self._tokens_per_s = tokens_per_s
+        self._decode_s = 0.0  # a step in which all sequences decode
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens in so many seconds."""
-        if tokens < _LEAST_TOKENS or seconds <= 0:
+    def observe(self, prompt_tokens: int, decodes: int, seconds: float) -> None:
+        """A step computed so many tokens of prompts, and one of each of `decodes` sequences."""
+        if seconds <= 0:
             return
-        speed = tokens / seconds
+        if not prompt_tokens:
+            known = self._decode_s or seconds
+            self._decode_s = _WEIGHT * seconds + (1 - _WEIGHT) * known
+        if prompt_tokens < _LEAST_TOKENS:
+            return
+        if decodes:
+            seconds = max(seconds - self._decode_s, seconds * _LEAST_SHARE)
+        speed = prompt_tokens / seconds
         if self._tokens_per_s > 0:
             speed = _WEIGHT * speed + (1 - _WEIGHT) * self._tokens_per_s
         self._tokens_per_s = speed
 
-    def budget_tokens(self) -> int | None:
-        """Tokens of the next step; None while nothing is known."""
+    def prompt_tokens(self, decodes: bool, gap_s: float | None) -> int | None:
+        """How many the next step may have; None while nothing is known. `decodes`: whether
+        sequences decode in it, which want their tokens at most `gap_s` apart."""
         if self._tokens_per_s <= 0:
             return None
-        return max(_LEAST_TOKENS, int(self._tokens_per_s * self._target_s))
+        left_s = self._target_s
+        if decodes and gap_s is not None:
+            left_s = min(left_s, gap_s) - self._decode_s
+        return max(_LEAST_TOKENS, int(self._tokens_per_s * left_s))

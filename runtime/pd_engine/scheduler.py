@@ -3,11 +3,12 @@
 A step is `schedule` (a Batch or None), the model's work, then `absorb` or `fail_batch`; at
 most one batch is in flight. Everything else may be called at any time, also meanwhile.
 
-Order. Sequences are ranked by priority (larger first), then by arrival of their request. A
-preempted sequence keeps its rank, so it's admitted again before all later ones of its
-priority. Admission is in strict order: nobody who needs little room overtakes one who needs
+Order. Prompts are admitted and computed by priority (larger first), then by when they are
+due (`limits.due`): a short one ahead of a long one that came a little earlier. Admission is
+in strict order: nobody who needs little room overtakes one whose turn it is and who needs
 much. One exception: an IMPORT, which needs blocks but no computing, is granted ahead of
-others as long as it takes nothing that those before it need.
+others as long as it takes nothing that those before it need. Once admitted, sequences are
+ranked by priority, then by arrival. A preempted sequence keeps its turn and its rank.
 
 Room. A LOCAL or EXPORT request gets the blocks of all its tokens when it's admitted, an
 IMPORT also a reserve for decoding; after that decoding grows block by block. A sequence that
@@ -18,11 +19,12 @@ it alone: granted, exported and quarantined blocks come back by the leases of th
 
 from collections.abc import Callable, Iterable
 from itertools import chain
+from operator import attrgetter
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.blocks import BlockPool
 from pd_engine.holdings import Holdings, Loan
-from pd_engine.limits import SchedulerConfig, grant_reserve, token_limit
+from pd_engine.limits import SchedulerConfig, due, grant_reserve, token_limit
 from pd_engine.sequence import Sequence, Stage, Task, seen_tokens
 from pd_engine.speculate import Drafter, PromptLookup
 from pd_engine.types import (
@@ -59,13 +61,10 @@ class Scheduler:
         cfg: SchedulerConfig,
         pool: BlockPool,
         drafter: Callable[[list[int]], Drafter] = PromptLookup,
-        guides: Callable[[str], Guide] | None = None,
     ) -> None:
-        """`drafter` guesses for a sequence of these tokens, which will grow. `guides` makes a
-        guide of a grammar, or raises RequestFailure."""
+        """`drafter` guesses for a sequence of these tokens, which will grow."""
         self.cfg = cfg
         self._drafter = drafter
-        self._guides = guides
         self.pool = pool
         self.draining = False
         self.last_progress = 0.0  # when a request last got further, or ended
@@ -77,9 +76,15 @@ class Scheduler:
 
     # ---- requests ------------------------------------------------------------------
 
-    def add(self, req: Request, now: float, hashes: Iterable[bytes] = ()) -> None:
+    def add(
+        self,
+        req: Request,
+        now: float,
+        hashes: Iterable[bytes] = (),
+        guide: Guide | None = None,
+    ) -> None:
         """Queues a request, or raises RequestFailure. `hashes`, where they're known: of its
-        first whole blocks."""
+        first whole blocks. `guide`: of its grammar, at the grammar's beginning."""
         held = self._held
         if self.draining:
             raise RequestFailure(FailureKind.DRAINING, "this worker is shutting down")
@@ -90,9 +95,14 @@ class Scheduler:
             raise RequestFailure(
                 FailureKind.NO_CAPACITY, f"{len(held.waiting)} requests wait on this worker"
             )
-        guide = self._guide(req)
+        if req.sampling.grammar and guide is None:
+            message = "this worker can't keep to a grammar: its log says why"
+            raise RequestFailure(FailureKind.INVALID_REQUEST, message)
+        if guide is not None:
+            for token in req.token_ids[req.prompt_tokens :]:
+                guide.note(token)
         self._arrivals += 1
-        task = Task(req, now, limit)
+        task = Task(req, now, limit, due(req, self.cfg, now))
         rank = (-req.priority, self._arrivals, 0)
         tokens = list(req.token_ids)
         seen = seen_tokens(req)
@@ -102,18 +112,6 @@ class Scheduler:
         task.sequences.append(seq)
         held.tasks[req.key] = task
         held.wait(seq)
-
-    def _guide(self, req: Request) -> Guide | None:
-        """A request's guide, behind the tokens that have been written elsewhere."""
-        if not req.sampling.grammar:
-            return None
-        if self._guides is None:
-            message = "this worker can't keep to a grammar: its log says why"
-            raise RequestFailure(FailureKind.INVALID_REQUEST, message)
-        guide = self._guides(req.sampling.grammar)
-        for token in req.token_ids[req.prompt_tokens :]:
-            guide.note(token)
-        return guide
 
     def cancel(self, key: RequestKey, now: float, quarantine: bool = False) -> None:
         """Ends a request; no event of it comes any more. Unknown keys have ended already.
@@ -252,10 +250,9 @@ class Scheduler:
 
     # ---- a step begins -------------------------------------------------------------
 
-    def schedule(self, now: float, max_tokens: int | None = None) -> Batch | None:
-        """The next step's work, or None. Decoding goes first, then prompts in chunks, together
-        `max_tokens` where that is less than the configured most; decoding leaves a block's
-        worth to prompts in any case.
+    def schedule(self, now: float, prompt_tokens: int | None = None) -> Batch | None:
+        """The next step's work, or None. Decoding goes first, then prompts in chunks, as far
+        as the configured most leaves them room, and at most `prompt_tokens`.
 
         What it has to report (a preempted sequence that is too long to compute again) comes
         with the next call that returns events.
@@ -267,8 +264,8 @@ class Scheduler:
         guesses = self._draft([seq for seq, _ in plan]) if self.cfg.draft_tokens else {}
         decoded = len(plan) + sum(len(tokens) for tokens in guesses.values())
         budget = self.cfg.max_batch_tokens - decoded
-        if max_tokens is not None:
-            budget = min(budget, max(self.pool.block_tokens, max_tokens - decoded))
+        if prompt_tokens is not None:
+            budget = min(budget, prompt_tokens)
         plan += self._plan_prompts(self._admit_prompts(budget, now), budget)
         # A request may have failed after its first sequences were planned.
         steps = [
@@ -383,14 +380,15 @@ class Scheduler:
         """Takes waiting prompts in, strictly in order, while the step has tokens for them.
 
         Not earlier: a prompt that waits may find more of its prefix in the cache. Returns all
-        prompts that are being computed, by rank.
+        prompts that are being computed, in turn.
         """
         waiting = self._held.waiting
         prompts = [seq for seq in self._held.running if seq.pending > 1]
+        prompts.sort(key=attrgetter("turn"))
         tokens_ahead = place = 0
         while waiting:
             seq = waiting[0]
-            while place < len(prompts) and prompts[place].rank < seq.rank:
+            while place < len(prompts) and prompts[place].turn < seq.turn:
                 tokens_ahead += self._chunk(prompts[place])
                 place += 1
             if tokens_ahead >= budget or not self._admit(seq, now):
@@ -592,6 +590,9 @@ class Scheduler:
 
     def load(self) -> Load:
         return self._held.load()
+
+    def decoding(self) -> tuple[bool, float | None]:
+        return self._held.decoding()
 
     def check(self) -> None:
         """Raises AssertionError unless every block is accounted for."""

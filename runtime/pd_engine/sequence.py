@@ -10,7 +10,9 @@ from pd_engine.speculate import Drafter
 from pd_engine.types import Finish, Guide, Mode, Request, Row, Sampled, SampleSpec, TokenOut
 
 Rank = tuple[int, int, int]
-"""(-priority, arrival, place among the choices): the smaller one goes first, everywhere."""
+"""(-priority, arrival, place among the choices): whose blocks are whose, when they are few."""
+Turn = tuple[int, float, int, int]
+"""(-priority, due, arrival, place): the smaller one is admitted and prefilled first."""
 
 
 class Stage(Enum):
@@ -27,6 +29,7 @@ class Task:
     req: Request
     added: float
     limit: int
+    due: float  # shorter prompts that come later go first as long as they are due earlier
     stage: Stage = Stage.WAITING
     admitted: float = 0.0
     cached_tokens: int = 0  # of the prompt, found in the cache when it was admitted
@@ -107,6 +110,11 @@ class Sequence:
     stalled: bool = False  # it found no block for its next token
     drafter: Drafter | None = None
     guide: Guide | None = None
+
+    @property
+    def turn(self) -> Turn:
+        priority, arrival, place = self.rank
+        return priority, self.task.due, arrival, place
 
     @property
     def pending(self) -> int:

@@ -62,6 +62,7 @@ class Request:
     `token_ids` is the client's prompt and, when resumed, the tokens emitted so far;
     `prompt_tokens` says where the client's prompt ends. Output indices count from there.
     `deadline` and `grant_deadline` are on this process's monotonic clock, in seconds.
+    `tpot_s`: what its client was promised between two tokens; 0: nothing.
     """
 
     key: RequestKey
@@ -76,6 +77,7 @@ class Request:
     grant_deadline: float
     priority: int = 0
     cache_salt: bytes = b""
+    tpot_s: float = 0.0
 
     @property
     def first_index(self) -> int:

@@ -70,9 +70,11 @@ def request_from_pb(
     if problem is not None:
         raise RequestFailure(FailureKind.INVALID_REQUEST, problem)
     deadline = now + message.deadline_s
-    grant_deadline = deadline
-    if isinstance(message, pb.Generate) and message.grant_wait_s > 0:
-        grant_deadline = min(deadline, now + message.grant_wait_s)
+    grant_deadline, tpot_s = deadline, 0.0
+    if isinstance(message, pb.Generate):
+        tpot_s = message.tpot_s if message.tpot_s > 0 else 0.0
+        if message.grant_wait_s > 0:
+            grant_deadline = min(deadline, now + message.grant_wait_s)
     return Request(
         key=key,
         request_id=message.id.request,
@@ -86,6 +88,7 @@ def request_from_pb(
         grant_deadline=grant_deadline,
         priority=message.priority,
         cache_salt=message.cache_salt,
+        tpot_s=tpot_s,
     )
 
 

@@ -36,6 +36,9 @@ _GC_THRESHOLDS = (50_000, 20, 100)
 _QUIET_S = 0.5
 # For answers that were failed at the end of a drain to reach their clients.
 _LAST_WORDS_S = 2.0
+# Workers look for routers every two seconds, and may be busy; whoever asks before they have
+# found this one waits.
+_SETTLE_S = 10.0
 
 
 async def _run(settings: Settings) -> None:
@@ -98,11 +101,11 @@ def _certificates(settings: Settings) -> Certificates | None:
 
 def _workers_config(settings: Settings) -> WorkersConfig:
     name, member = settings.router_name, settings.member
-    if member is None:
-        return WorkersConfig(model=settings.model, router=name)
-    first = settings.control.port
-    ports = tuple(range(first, first + member.count))
-    return WorkersConfig(model=settings.model, router=f"{name}.{member.index}", control_ports=ports)
+    ports: tuple[int, ...] = ()
+    if member is not None:
+        name, first = f"{name}.{member.index}", settings.control.port
+        ports = tuple(range(first, first + member.count))
+    return WorkersConfig(settings.model, name, settle_s=_SETTLE_S, control_ports=ports)
 
 
 def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Sessions:

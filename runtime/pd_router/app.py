@@ -272,6 +272,7 @@ class RouterApp:
         if stack is None:
             with self._metrics.holding():
                 stack = await self._texts.get(self._settings.bundle_wait_s)
+        await self._workers.settled()
         limits = self._workers.limits()
         started = time.monotonic()
         prompts = await tokenize(ask, stack, limits, self._texts.pool)

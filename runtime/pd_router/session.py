@@ -193,6 +193,11 @@ class Sessions:
         asked = prompt + request.sampling.max_tokens * request.choices
         return Ticket(request.request_id, sla, request.tenant, prompt, request.priority, asked)
 
+    def tpot_s(self, sla: str | None) -> float | None:
+        """What a class is promised; None for nothing."""
+        named = self.admission.config.promises.named(sla)
+        return None if named is None else named.tpot_s
+
     def _outlook(self) -> Outlook:
         if not self.admission.holds_back:
             return UNKNOWN
@@ -405,7 +410,8 @@ class RunningGeneration:
         self._promise(action)
         if action.prefill_here:
             work.expect_steps()
-        work.send(wire.generate_to_pb(action, work.handle, self._request, self._sampling))
+        tpot_s = self._sessions.tpot_s(self._request.sla)
+        work.send(wire.generate_to_pb(action, work.handle, self._request, self._sampling, tpot_s))
 
     def _promise(self, action: OpenDecode) -> None:
         """Counts the prompt at its prefill worker from now on, not only when decode has

@@ -196,6 +196,11 @@ class WorkersApi(Protocol):
         or workers are being started for the requests that wait."""
         ...
 
+    async def settled(self) -> None:
+        """Returns once a worker that decodes is usable, or those that there are have had the
+        time to find this router since its start."""
+        ...
+
     def bundle(self) -> Bundle | None:
         """The model's current bundle; the same object until it changes."""
         ...

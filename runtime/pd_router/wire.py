@@ -38,13 +38,19 @@ def sampling_to_pb(sampling: Sampling) -> pb.Sampling:
 
 
 def generate_to_pb(
-    action: OpenDecode, handle: int, request: GenerateRequest, sampling: pb.Sampling
+    action: OpenDecode,
+    handle: int,
+    request: GenerateRequest,
+    sampling: pb.Sampling,
+    tpot_s: float | None,
 ) -> pb.Command:
+    """`tpot_s`: what the client was promised between two tokens."""
     return pb.Command(
         generate=pb.Generate(
             **_attempt(action, handle, request, sampling),
             grant_wait_s=action.grant_wait_s,
             prefill_here=action.prefill_here,
+            tpot_s=tpot_s or 0.0,
         )
     )
 

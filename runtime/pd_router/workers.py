@@ -58,6 +58,7 @@ class WorkersConfig:
     forget_s: float = 60.0
     renew_s: float = 5.0
     check_s: float = 0.25
+    settle_s: float = 0.0  # from its start, until the workers that there are have found it
     control_ports: tuple[int, ...] = ()  # of all processes of this router, where it has several
 
 
@@ -161,6 +162,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._settled = asyncio.Event()
+        if config.settle_s <= 0:
+            self._settled.set()
 
     # ---- life -------------------------------------------------------------------------
 
@@ -172,6 +176,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         await server.start()
         self._server = server
         self._monitor = asyncio.create_task(self._look_after(), name="workers monitor")
+        asyncio.get_running_loop().call_later(self.config.settle_s, self._settled.set)
         return bound
 
     async def close(self) -> None:
@@ -219,7 +224,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         return policy.pair_usable(self.views())
 
     def expecting(self) -> bool:
-        return bool(self._records)
+        return bool(self._records) or not self._settled.is_set()
+
+    async def settled(self) -> None:
+        await self._settled.wait()
 
     def bundle(self) -> Bundle | None:
         return self._current
@@ -434,6 +442,8 @@ class Workers(engine_pb2_grpc.ControlServicer):
         was_usable = record.view.usable
         record.view.usable = record.why_unusable is None and record.view.id in self._records
         if record.view.usable and not was_usable:
+            if record.view.role is not Role.PREFILL:
+                self._settled.set()
             for callback in self._on_change:
                 callback()
 

@@ -197,6 +197,7 @@ class World:
         min_tokens: int = 0,
         ignore_eos: bool = False,
         salt: bytes = b"",
+        tpot_s: float = 0.0,
     ) -> Client | Failure:
         """`resumed`: so many tokens of the (only) choice have been emitted elsewhere."""
         prompt, number = list(tokens), len(self.clients)
@@ -221,6 +222,7 @@ class World:
             grant_deadline=grant_deadline,
             priority=priority,
             cache_salt=salt,
+            tpot_s=tpot_s,
         )
         try:
             self.scheduler.add(req, self.now)

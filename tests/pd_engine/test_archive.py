@@ -37,7 +37,7 @@ class Keeper(Engine):
         self.archive = Archive(
             self.scheduler, memory, policy, stores, self.core.metrics, prefill_tokens_per_s=speed
         )
-        self.core.archive = self.archive
+        self.core.intake.archive = self.archive
         self._archiving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

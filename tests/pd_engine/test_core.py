@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import re
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
+from pd_core.failures import FailureKind, RequestFailure
 from pd_engine.assembly import kv_settings
 from pd_engine.blocks import BlockPool
 from pd_engine.core import EngineCore
@@ -23,6 +24,7 @@ from pd_engine.metrics import Metrics
 from pd_engine.outbox import Outbox
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.settings import parse
+from pd_engine.types import Guide
 from pd_proto.v1 import engine_pb2 as pb
 from tests.pd_engine.fake_runner import FakeRunner, reference
 
@@ -435,6 +437,62 @@ def test_a_step_goes_on_for_those_who_stay() -> None:
             d.send(cancel=pb.Cancel(handle=1))
             gate.release(100)
             assert await d.tokens(2, 0, 7) == reference(prompts[2], 8)[1:]
+            await d.idle()
+
+    asyncio.run(run())
+
+
+class AnyToken:
+    """The guide of a grammar that allows everything."""
+
+    problem = ""
+
+    def note(self, token: int) -> None:
+        pass
+
+    def mask(self, _ahead: Sequence[int]) -> bytes | None:
+        return b"\xff" * 1024
+
+    def fork(self) -> Guide:
+        return self
+
+
+class HeldGuides:
+    """Compiles when it's told to, and says how it ends."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.answer: asyncio.Future[Guide] = asyncio.get_running_loop().create_future()
+
+    def known(self, _grammar: str) -> Guide | None:
+        return None
+
+    async def make(self, _grammar: str) -> Guide:
+        self.asked.set()
+        return await asyncio.shield(self.answer)
+
+
+@pytest.mark.parametrize("end", ["compiled", "refused", "cancelled"])
+def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(end: str) -> None:
+    async def run() -> None:
+        async with pair() as (_, d):
+            guides = d.core.intake.guides = HeldGuides()
+            guided = generate(1, [1, 2, 3], prefill_here=True)
+            guided.sampling.grammar = "start: /x+/"
+            d.send(generate=guided)
+            await guides.asked.wait()
+            d.send(generate=generate(2, [4, 5], prefill_here=True))
+            assert await d.tokens(2, 0, 7) == reference([4, 5], 8)[1:]
+            if end == "cancelled":
+                d.send(cancel=pb.Cancel(handle=1))
+            if end == "refused":
+                guides.answer.set_exception(RequestFailure(FailureKind.NO_CAPACITY, "too slow"))
+                assert (await d.event_of_failure(1)).message == "too slow"
+            else:
+                guides.answer.set_result(AnyToken())
+            if end == "compiled":
+                assert await d.tokens(1, 0, 7) == reference([1, 2, 3], 8)[1:]
+            await d.until(lambda: not d.core._preparing)
             await d.idle()
 
     asyncio.run(run())

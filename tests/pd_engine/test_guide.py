@@ -2,8 +2,10 @@
 grammar, from the first token on, on two workers, resumed, with guesses, for several choices.
 """
 
+import asyncio
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from llguidance import LLMatcher
 
 from pd_core.failures import FailureKind, RequestFailure
 from pd_engine.bundle import make_bundle
-from pd_engine.guide import MAX_GRAMMAR_CHARS, Guides
+from pd_engine.guide import KEPT, MAX_GRAMMAR_CHARS, MAX_WAITING, Guides
 from pd_engine.types import Finish, Guide, Sampling
 from tests.pd_engine.worker_rig import Worker, handed_over
 from tests.tiny_model import tiny_model_dir
@@ -42,9 +44,15 @@ def guides() -> Guides:
     return Guides(bundle.tokenizer_json, bundle.vocab_size, bundle.eos_token_ids)
 
 
+@pytest.fixture
+def fresh() -> Guides:
+    bundle = make_bundle(tiny_model_dir())
+    return Guides(bundle.tokenizer_json, bundle.vocab_size, bundle.eos_token_ids)
+
+
 @pytest.fixture(scope="module")
 def worker(guides: Guides) -> Worker:
-    return Worker(guides=guides.make)
+    return Worker(guides=guides)
 
 
 def sampling(grammar: str, seed: int = 0, **more: Any) -> Sampling:
@@ -73,7 +81,7 @@ def ids(said: str) -> list[int]:
 
 
 def test_a_guide_looks_ahead_and_stays_where_it_is(guides: Guides) -> None:
-    guide = guides.make(REGEX)
+    guide = asyncio.run(guides.make(REGEX))
     before, said = allowed(guide), ids("in 12!")
     after = allowed(guide, tuple(said))
     assert after == {EOS}
@@ -91,7 +99,7 @@ def test_a_guide_looks_ahead_and_stays_where_it_is(guides: Guides) -> None:
 @pytest.mark.parametrize("grammar", ["{", "", 'start: "a', "x" * (MAX_GRAMMAR_CHARS + 1)])
 def test_what_is_no_grammar_is_refused(guides: Guides, worker: Worker, grammar: str) -> None:
     with pytest.raises(RequestFailure) as caught:
-        guides.make(grammar)
+        asyncio.run(guides.make(grammar))
     assert caught.value.failure.kind is FailureKind.INVALID_REQUEST
     if grammar:
         with pytest.raises(RequestFailure):
@@ -102,6 +110,69 @@ def test_what_is_no_grammar_is_refused(guides: Guides, worker: Worker, grammar: 
 def test_without_llguidance_a_grammar_is_refused() -> None:
     with pytest.raises(RequestFailure, match="log says why"):
         Worker().add(sampling(REGEX))
+
+
+def test_a_grammar_is_compiled_once_and_the_least_used_is_forgotten(
+    fresh: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+    real = fresh._compile
+    monkeypatch.setattr(fresh, "_compile", lambda one: (compiled.append(one), real(one))[1])
+    many = [LLMatcher.grammar_from_regex(f"{n}") for n in range(KEPT)]
+
+    async def ask() -> None:
+        first, second = await asyncio.gather(fresh.make(REGEX), fresh.make(REGEX))
+        assert compiled == [REGEX]
+        for token in ids("in 12!"):
+            first.note(token)
+        assert allowed(first) == {EOS}
+        known = fresh.known(REGEX)
+        assert known is not None
+        assert allowed(known) == allowed(second) != {EOS}
+        for one in many[:-1]:
+            await fresh.make(one)
+        assert fresh.known(REGEX) is not None
+        await fresh.make(many[-1])
+        assert (fresh.known(REGEX) is None, fresh.known(many[0]) is None) == (False, True)
+
+    asyncio.run(ask())
+    assert compiled == [REGEX, *many]
+
+
+def test_one_that_is_wrong_is_known_to_be_wrong(fresh: Guides) -> None:
+    async def ask() -> None:
+        for _ in range(2):
+            with pytest.raises(RequestFailure, match="the grammar"):
+                await fresh.make("{")
+            assert fresh.known("{") is None
+
+    asyncio.run(ask())
+
+
+def test_the_loop_goes_on_while_a_grammar_is_compiled(
+    fresh: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits is bounded in number and in time; what was compiled too late is kept."""
+    hold, real = threading.Event(), fresh._compile
+    monkeypatch.setattr(fresh, "_compile", lambda one: (hold.wait(60), real(one))[1])
+    monkeypatch.setattr("pd_engine.guide._COMPILE_S", 0.05)
+
+    async def ask() -> None:
+        waiting = [asyncio.create_task(fresh.make(f"start: /{n}/")) for n in range(MAX_WAITING)]
+        await asyncio.sleep(0)
+        with pytest.raises(RequestFailure) as one_too_many:
+            await fresh.make(REGEX)
+        assert one_too_many.value.failure.kind is FailureKind.NO_CAPACITY
+        late = await asyncio.gather(*waiting, return_exceptions=True)
+        kinds = {one.failure.kind for one in late if isinstance(one, RequestFailure)}
+        assert (len(late), kinds) == (MAX_WAITING, {FailureKind.NO_CAPACITY})
+        compiling = list(fresh._waiting.values())
+        hold.set()
+        await asyncio.gather(*compiling)
+        assert fresh.known("start: /0/") is not None
+        assert await fresh.make(REGEX) is not None
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -144,12 +215,12 @@ def test_on_two_workers_and_resumed(
 ) -> None:
     asked = sampling(grammar, 7)
     whole = worker.write(asked)
-    prefill, decode = Worker(guides=guides.make), Worker(draft_tokens=4, guides=guides.make)
+    prefill, decode = Worker(guides=guides), Worker(draft_tokens=4, guides=guides)
     assert handed_over(prefill, decode, asked, whole[:written]) == whole[written:]
 
 
 def test_guesses_change_nothing(worker: Worker, guides: Guides) -> None:
-    guessing = Worker(draft_tokens=5, guides=guides.make)
+    guessing = Worker(draft_tokens=5, guides=guides)
     many = LLMatcher.grammar_from_regex("(in|out| [0-9])+!")
     for seed in range(4):
         asked = sampling(many, seed, repetition_penalty=0.5)

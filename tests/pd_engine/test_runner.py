@@ -22,6 +22,7 @@ from pd_engine.checkpoint import ModelError, open_checkpoint
 from pd_engine.model import choose_dtype, cpu_has_amx
 from pd_engine.runner import Runner
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling
+from tests.pd_engine.families import FAMILIES, greedy, make_model
 from tests.tiny_model import CHAT_TEMPLATE, EOS, tiny_model_dir
 
 torch.set_num_threads(1)
@@ -269,58 +270,16 @@ def test_bfloat16_runs_and_halves_the_pool() -> None:
 
 # ---- other architectures --------------------------------------------------------------
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "qwen3": {"head_dim": 8},
-    "mistral": {"sliding_window": 12, "head_dim": 8},
-    "gemma2": {"sliding_window": 12, "head_dim": 8, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"sliding_window": 12, "head_dim": 8, "query_pre_attn_scalar": 8},
-    "gpt_oss": {"sliding_window": 12, "head_dim": 8, "num_local_experts": 4},
-    "gpt2": {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    "phi3": {},
-}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_other_architectures_equal_generate(model_type: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(model_type, **(SMALL | ARCHITECTURES[model_type]))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
-    model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_architectures_equal_generate(family: str, tmp_path: Path) -> None:
+    make_model(family, tmp_path)
     runner = Runner(tmp_path, dtype="float32", kv_cache_tokens=1024)
-    ids = [1 + t % 255 for t in prompt(50)]
+    ids = prompt(50)
     walk = Walk(list(ids), Blocks.shuffled(runner).take(100))
     drawn = finish(runner, walk, 20, chunk=21)
-    expected = _eager(tmp_path, ids, 20)
-    assert drawn == expected
-
-
-def _eager(folder: Path, ids: list[int], count: int) -> list[int]:
-    """Greedy without any cache, by the definition in transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    tokens = list(ids)
-    with torch.inference_mode():
-        for _ in range(count):
-            logits = model(torch.tensor([tokens]), use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
-    return tokens[len(ids) :]
+    assert drawn == greedy(tmp_path, ids, 20)
 
 
 # ---- what can't be served -------------------------------------------------------------

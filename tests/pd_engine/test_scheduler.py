@@ -3,12 +3,14 @@
 Tokens are checked by the world's clients; these tests check what happens when, and why.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pd_core.failures import Failure, FailureKind
-from pd_engine.types import Finish, Mode, Prefilled, SampleSpec
+from pd_engine.limits import due
+from pd_engine.types import Finish, Mode, Prefilled, Request, SampleSpec, Sampling
 from tests.pd_engine.scheduler_cases import add, begin, config, prompt, refused, step_rows, world
 from tests.pd_engine.scheduler_world import Client
 
@@ -215,17 +217,86 @@ def test_a_more_urgent_prompt_gets_the_budget_first() -> None:
     w.finish()
 
 
-def test_a_steps_own_limit_cuts_prompts_but_never_to_nothing() -> None:
+def test_a_steps_own_limit_cuts_prompts_but_not_decoding() -> None:
     w = world(max_batch_tokens=64)
-    add(w, prompt(40))
-    batch = w.scheduler.schedule(w.now, max_tokens=10)
-    assert batch is not None
-    assert [len(row.token_ids) for row in batch.rows] == [10]
-    w.scheduler.fail_batch(batch, Failure(FailureKind.STEP_FAILED, "x"), w.now)
+    add(w, prompt(4), max_tokens=50)
+    step_rows(w)
     add(w, prompt(40, 2))
-    batch = w.scheduler.schedule(w.now, max_tokens=1)
+    batch = w.scheduler.schedule(w.now, prompt_tokens=10)
     assert batch is not None
-    assert [len(row.token_ids) for row in batch.rows] == [w.scheduler.pool.block_tokens]
+    assert [len(row.token_ids) for row in batch.rows] == [1, 10]
+    w.scheduler.fail_batch(batch, Failure(FailureKind.STEP_FAILED, "x"), w.now)
+
+
+def test_who_decodes_says_how_far_apart_its_tokens_may_be() -> None:
+    w = world()
+    assert w.scheduler.decoding() == (False, None)
+    add(w, prompt(40), max_tokens=5, tpot_s=0.01)
+    step_rows(w)
+    assert w.scheduler.decoding() == (False, None)  # it prefills
+    add(w, prompt(3, 2), max_tokens=5)
+    add(w, prompt(3, 3), max_tokens=3, tpot_s=0.05)
+    step_rows(w)
+    assert w.scheduler.decoding() == (True, 0.05)
+    step_rows(w)
+    assert w.scheduler.decoding() == (True, 0.01)
+    w.finish()
+
+
+# ---- short ones and long ones ------------------------------------------------------
+
+
+def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one() -> None:
+    w = world(max_batch_tokens=16, patience_s_per_token=0.1)
+    add(w, prompt(60), max_tokens=1)
+    assert step_rows(w) == [(0, 0, 16)]
+    add(w, prompt(10, 2), max_tokens=1)
+    assert step_rows(w) == [(1, 0, 10), (0, 16, 6)]
+    assert step_rows(w) == [(0, 22, 16)]
+    w.finish()
+
+
+def test_a_long_prompt_is_passed_until_it_is_due() -> None:
+    """Short ones come all the time, and more than there is room for."""
+    w = world(max_batch_tokens=16, patience_s_per_token=0.5)
+    began = w.now
+    long = add(w, prompt(32), max_tokens=1)
+    number, passed = 2, 0
+    while not long.over:
+        for _ in range(2):
+            add(w, prompt(10, number), max_tokens=1)
+            number += 1
+        w.now += 1
+        first = step_rows(w)[0][0]
+        passed += first > 0
+        assert first == 0 or w.now <= began + 32 * 0.5 + 2, "it was due"
+    assert passed > 3
+    assert w.now <= began + 32 * 0.5 + 5
+    w.finish()
+
+
+def test_of_equal_prompts_the_first_one_goes_first() -> None:
+    w = world(max_batch_tokens=16, patience_s_per_token=0.1)
+    for first in (1, 2, 3):
+        add(w, prompt(16, first), max_tokens=1)
+    assert [step_rows(w)[0][0] for _ in range(3)] == [0, 1, 2]
+
+
+def test_priority_goes_before_length() -> None:
+    w = world(max_batch_tokens=16, patience_s_per_token=0.1)
+    add(w, prompt(3), max_tokens=1)
+    add(w, prompt(40, 2), max_tokens=1, priority=1)
+    assert step_rows(w) == [(1, 0, 16)]
+    w.finish()
+
+
+def test_what_only_waits_for_kv_is_due_at_once() -> None:
+    request = Request((1, 1), "r", 0, (1,) * 50, 50, (0,), Sampling(1), Mode.IMPORT, 9.0, 9.0)
+    patient = config(patience_s_per_token=0.1)
+    assert due(request, patient, 2.0) == 2.0
+    assert due(replace(request, mode=Mode.EXPORT), patient, 2.0) == pytest.approx(7.0)
+    with pytest.raises(ValueError, match="patience_s_per_token = -1"):
+        config(patience_s_per_token=-1)
 
 
 def test_small_requests_dont_overtake_a_large_one() -> None:

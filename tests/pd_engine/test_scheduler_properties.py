@@ -70,6 +70,7 @@ def worlds(draw: st.DrawFn) -> World:
         recompute_max_tokens=draw(st.sampled_from([0, 12, 1000, 1000])),
         decode_reserve_tokens=draw(st.integers(0, 9)),
         draft_tokens=draw(st.sampled_from([0, 0, 1, 3, 6])),
+        patience_s_per_token=draw(st.sampled_from([0.0, 0.1, 1.0])),
     )
     block_tokens = draw(st.integers(1, 4))
     tokens = draw(st.integers(1, 60))

@@ -1,5 +1,6 @@
 """Between messages and the engine's values: nothing is lost, nonsense is refused."""
 
+import math
 from typing import Any
 
 import pytest
@@ -75,6 +76,11 @@ def test_a_request_as_the_scheduler_takes_it() -> None:
     assert request.sampling.logprobs
     assert (request.deadline, request.grant_deadline) == (1060.0, 1010.0)
     assert (request.priority, request.cache_salt) == (-1, b"t")
+
+
+@pytest.mark.parametrize(("told", "kept"), [(0.05, 0.05), (0.0, 0.0), (-1.0, 0.0), (math.nan, 0.0)])
+def test_what_was_promised_between_tokens(told: float, kept: float) -> None:
+    assert parse(generate(tpot_s=told)).tpot_s == kept
 
 
 def test_what_a_router_leaves_out_changes_no_logits() -> None:

@@ -1,14 +1,17 @@
 """The real scheduler over the real runner with the tiny model, without sockets."""
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 from pd_engine.blocks import BlockPool
+from pd_engine.guide import Guides
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
+from pd_engine.sequence import Sequence as Seq
 from pd_engine.types import (
     Granted,
-    Guide,
     Mode,
     Prefilled,
     Request,
@@ -20,30 +23,51 @@ from pd_engine.types import (
 )
 from tests.tiny_model import tiny_model_dir
 
+_BLOCK_TOKENS = 16
 PROMPT = [5, 9, 200, 9, 31, 77, 9, 5, 140, 12, 12, 480, 7, 9, 5, 33, 18, 9]
 
 
 class Worker:
     """What it was given to write lies in `out`."""
 
-    def __init__(self, draft_tokens: int = 0, guides: Callable[[str], Guide] | None = None) -> None:
-        self.runner = Runner(tiny_model_dir(), dtype="float32", kv_cache_tokens=2048)
+    def __init__(
+        self,
+        draft_tokens: int = 0,
+        guides: Guides | None = None,
+        folder: Path | None = None,
+        prompt: Sequence[int] = PROMPT,
+        chunk_tokens: int = 7,
+        blocks: int = 128,
+    ) -> None:
+        self.runner = Runner(
+            folder or tiny_model_dir(), dtype="float32", kv_cache_tokens=blocks * _BLOCK_TOKENS
+        )
         config = SchedulerConfig(
             max_batch_tokens=64,
-            chunk_tokens=7,
+            chunk_tokens=chunk_tokens,
             max_running=16,
             max_queued=16,
             max_model_tokens=1000,
             recompute_max_tokens=1000,
+            decode_reserve_tokens=_BLOCK_TOKENS,
             draft_tokens=draft_tokens,
             draft_price=0.01,
         )
-        pool = BlockPool(self.runner.num_blocks, 16)
-        self.scheduler = Scheduler(config, pool, guides=guides)
+        pool = BlockPool(self.runner.num_blocks, _BLOCK_TOKENS)
+        self.scheduler = Scheduler(config, pool)
+        self._guides = guides
         self.out: dict[RequestKey, list[TokenOut]] = {}
         self.grants: dict[RequestKey, Granted] = {}
-        self.drafted = self.guessed = 0
+        self.drafted = self.guessed = self.preempted = self.last_cached_tokens = 0
+        self._prompt = tuple(prompt)
         self._added = 0
+        preempt = self.scheduler._preempt
+
+        def counted(seq: Seq) -> None:
+            self.preempted += 1
+            preempt(seq)
+
+        self.scheduler._preempt = counted  # type: ignore[method-assign]
 
     def add(
         self,
@@ -51,13 +75,19 @@ class Worker:
         written: Sequence[int] = (),
         mode: Mode = Mode.LOCAL,
         choices: tuple[int, ...] = (0,),
+        prompt: Sequence[int] = (),
     ) -> RequestKey:
         self._added += 1
         key = (1, self._added)
-        tokens = (*PROMPT, *written)
+        asked = tuple(prompt) or self._prompt
+        tokens = (*asked, *written)
+        guide = None
+        if self._guides is not None and sampling.grammar:
+            guide = asyncio.run(self._guides.make(sampling.grammar))
         self.scheduler.add(
-            Request(key, "r", 1, tokens, len(PROMPT), choices, sampling, mode, math.inf, math.inf),
+            Request(key, "r", 1, tokens, len(asked), choices, sampling, mode, math.inf, math.inf),
             0.0,
+            guide=guide,
         )
         self.out[key] = []
         return key
@@ -76,6 +106,9 @@ class Worker:
                 case Prefilled(first=outs) | Tokens(tokens=outs):
                     self.out[event.key] += outs
                     self.guessed += event.guessed if isinstance(event, Tokens) else 0
+            match event:
+                case Prefilled(cached_tokens=cached):
+                    self.last_cached_tokens = cached
                 case Granted():
                     self.grants[event.key] = event
 

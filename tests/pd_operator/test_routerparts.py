@@ -49,6 +49,18 @@ def test_the_router_reads_what_is_written() -> None:
     assert read.promises.limit.burst_s == 5
 
 
+def test_a_promise_between_tokens_is_that_of_the_default_class() -> None:
+    def read(**spec: Any) -> router_settings.Settings:
+        given = api.parse(document(**{"spec.slo": {"tpot": {"target": "60ms"}}, **spec}))
+        places = ["--model=m", "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+        return router_settings.parse([*given.router.flags, *places])
+
+    [default] = read().promises.classes
+    assert (default.name, default.tpot_s, default.ttft_s) == ("default", 0.06, None)
+    [own] = read(**{"spec.router.admission": {"classes": [{"name": "std"}]}}).promises.classes
+    assert (own.name, own.tpot_s) == ("std", None)
+
+
 def test_api_keys_come_from_a_mounted_secret() -> None:
     keys = {
         "secret": "chat-keys",

@@ -76,12 +76,17 @@ class PlayedWorkers:
         self.current = bundle
         self.given_limits: Limits | None = Limits(context_tokens=2048, pool_tokens=4096)
         self._callbacks: list[Callable[[Bundle], None]] = []
+        self.settling = asyncio.Event()
+        self.settling.set()
 
     def ready(self) -> bool:
         return self.is_ready
 
     def expecting(self) -> bool:
         return self.is_expecting
+
+    async def settled(self) -> None:
+        await self.settling.wait()
 
     def bundle(self) -> Bundle | None:
         return self.current

@@ -343,6 +343,22 @@ def test_no_bundle_is_a_503(expecting: bool) -> None:
     go(scenario())
 
 
+def test_who_comes_before_the_workers_have_found_the_router_waits() -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+            r.workers.settling.clear()
+            asking = asyncio.create_task(post(r, ask()))
+            while r.app.running == 0:
+                await asyncio.sleep(0.005)
+            assert r.sessions.started == []
+            r.workers.settling.set()
+            assert await r.sessions.generation() is r.sessions.started[0]
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    go(scenario())
+
+
 # ---- clients that go away -----------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from pd_core.failures import FailureKind, RequestFailure
 from pd_router.admission import AdmissionConfig
+from pd_router.classes import Promises, SlaClass
 from pd_router.moves import WalkConfig
 from tests.pd_router.fake_worker import FakeWorker
 from tests.pd_router.rig import Recorder, Rig, ask, rig, until
@@ -34,6 +35,19 @@ def test_a_pair_serves_a_request(run: Run) -> None:
             assert prefill.seen.prefills[0].target.kv_address == "kv-of-d-0"
             await r.nothing_held()
             assert r.hooks.ends == [(line, None)]
+
+    run(body())
+
+
+def test_workers_hear_what_a_class_was_promised_between_tokens(run: Run) -> None:
+    classes = (SlaClass("std"), SlaClass("fast", tpot_s=0.05))
+
+    async def body() -> None:
+        async with rig(admission=AdmissionConfig(promises=Promises(classes))) as r:
+            _, decode = await pair(r)
+            for sla in (None, "fast"):
+                await r.complete(sla=sla)
+            assert [one.tpot_s for one in decode.seen.generates] == [0.0, 0.05]
 
     run(body())
 

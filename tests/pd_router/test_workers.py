@@ -34,6 +34,30 @@ def entry_of(r: Rig, name: str) -> dict[str, Any]:
     return next(entry for entry in r.workers.snapshot() if entry["worker"] == name)
 
 
+def test_a_new_router_waits_for_a_worker_that_decodes(run: Run) -> None:
+    async def body() -> None:
+        async with rig(settle_s=60.0) as r:
+            settled = asyncio.create_task(r.workers.settled())
+            assert r.workers.expecting()
+            await r.add("prefill", "p-0")
+            await asyncio.sleep(0)
+            assert not settled.done()
+            await r.add("decode", "d-0")
+            async with asyncio.timeout(5):
+                await settled
+
+    run(body())
+
+
+def test_a_new_router_waits_no_longer_than_workers_take_to_find_it(run: Run) -> None:
+    async def body() -> None:
+        async with rig(settle_s=0.1) as r, asyncio.timeout(5):
+            await r.workers.settled()
+            assert not r.workers.expecting()
+
+    run(body())
+
+
 def test_an_announced_worker_is_known_with_its_bundle(run: Run) -> None:
     async def body() -> None:
         async with rig() as r:

@@ -301,7 +301,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class Generate(_message.Message):
-    __slots__ = ("handle", "id", "token_ids", "prompt_tokens", "choices", "sampling", "deadline_s", "grant_wait_s", "priority", "cache_salt", "prefill_here")
+    __slots__ = ("handle", "id", "token_ids", "prompt_tokens", "choices", "sampling", "deadline_s", "grant_wait_s", "priority", "cache_salt", "prefill_here", "tpot_s")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -313,6 +313,7 @@ class Generate(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_HERE_FIELD_NUMBER: _ClassVar[int]
+    TPOT_S_FIELD_NUMBER: _ClassVar[int]
     handle: int
     id: TransferId
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -324,7 +325,8 @@ class Generate(_message.Message):
     priority: int
     cache_salt: bytes
     prefill_here: bool
-    def __init__(self, handle: _Optional[int] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., grant_wait_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prefill_here: _Optional[bool] = ...) -> None: ...
+    tpot_s: float
+    def __init__(self, handle: _Optional[int] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., grant_wait_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., prefill_here: _Optional[bool] = ..., tpot_s: _Optional[float] = ...) -> None: ...
 
 class KvTarget(_message.Message):
     __slots__ = ("worker", "epoch", "kv_address", "layout_hash", "transport", "grant", "prefix_tokens")
