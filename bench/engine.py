@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench import precision
 from bench.common import Goal, arguments, median, report, table
 from bench.models import model_dir
 from pd_engine.blocks import BlockPool
@@ -32,6 +33,7 @@ GOALS = {
     "batch8_vs_generate_batch": Goal(">=", 2),
     "batch8_vs_llamacpp": Goal(">=", 1),
     "host_share_b32": Goal("<=", 0.1),
+    "bf16_ppl_ratio": Goal("<=", 1.005),
 }
 Row = tuple[str, float, float | None]
 BLOCK_TOKENS = 16
@@ -51,10 +53,11 @@ class Plan:
     scale: float  # of the lengths of many requests
     host_context: int
     host_steps: int
+    precise_prompts: int
 
 
-FULL = Plan(5, (512, 2048, 8000), 512, 64, 32, 1.0, 512, 20)
-QUICK = Plan(1, (128,), 32, 8, 8, 0.1, 32, 5)
+FULL = Plan(5, (512, 2048, 8000), 512, 64, 32, 1.0, 512, 20, precise_prompts=50)
+QUICK = Plan(1, (128,), 32, 8, 8, 0.1, 32, 5, precise_prompts=2)
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -359,7 +362,10 @@ def main(quick: bool) -> None:
         rows.append(row)
     step_s, metrics["host_share_b32"] = host_share(folder, ours, plan)
     rows.append(("step of 32 requests, ms", step_s * 1000, None))
+    top1, ratio = precision.bfloat16(folder, plan.precise_prompts, 30 * plan.precise_prompts)
+    metrics |= {"bf16_top1": top1, "bf16_ppl_ratio": ratio}
     print("\n" + table(("", "ours", "transformers"), rows))
+    print(f"bfloat16: {top1:.2%} of next tokens as in float32; perplexity {ratio:.4f} of theirs")
     report("engine", metrics, GOALS, quick)
 
 
