@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from bench.common import Goal, arguments, report, table
 from bench.models import load_tokenizer, model_dir, prompt_of
+from pd_engine.imports import Accept
 from pd_engine.kv.codec import Codec, Part
 from pd_engine.kv.memory import KvMemory
 from pd_engine.runner import Runner
@@ -76,8 +77,11 @@ class Lab:
                 payload = self.codec.encode(Part(p.exact[start:end], 0, layers), quantization)
                 if payload is None:
                     raise RuntimeError("KV that can't be quantized")
-                into = Part(p.lossy[start:end], 0, layers)
-                self.codec.decode(memoryview(payload), into, quantization)
+                blocks, layout = p.lossy[start:end], self.runner.layout
+                into = Accept((0, 0), tuple(blocks), 0, layers, len(blocks) * _BLOCK)
+                view = memoryview(payload)
+                for _ in self.codec.decode(view, len(blocks), layout, quantization, into):
+                    pass
 
     def decode(
         self, first: list[int], blocks: list[list[int]], forced: list[list[int]] | None = None

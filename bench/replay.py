@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pd_core.estimate import Link, exposed_s
+from pd_core.kv import KvForm
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.policy import Unplaced, place
 from pd_router.prefixes import PrefixIndex
@@ -23,6 +24,7 @@ from pd_sim.trace import MOONCAKE_BLOCK_TOKENS, Request, Trace
 from pd_sim.worker import Worker
 
 _BLOCK_TOKENS = 16
+_KV = KvForm("m", "bfloat16", _BLOCK_TOKENS, layers=1, kv_heads=1, head_dim=1)  # any: all alike
 _HEARTBEAT_S = 1.0
 _CHUNK_TOKENS = 512
 _HANDOVER_S = 0.003
@@ -274,9 +276,7 @@ def _worker(role: Role, number: int, perf: Perf) -> _Simulated:
     view = WorkerView(
         id=WorkerId(f"{role.value}-{number}", "e"),
         role=role,
-        model_hash="m",
-        layout_hash="l",
-        block_tokens=_BLOCK_TOKENS,
+        kv=_KV,
         kv_blocks=max(perf.kv_tokens // _BLOCK_TOKENS, 1),
         max_model_tokens=1 << 20,
         usable=True,

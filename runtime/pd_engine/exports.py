@@ -32,7 +32,7 @@ class Target:
     address: str
     epoch: str
     grant: bytes
-    prefix_tokens: int = 0  # whole blocks
+    prefix_tokens: int = 0  # whole blocks of the target's
     transports: tuple[str, ...] = ("tcp",)  # to try, in order
 
     @property
@@ -177,12 +177,12 @@ class Exports:
             raise ValueError(
                 f"export {key}: {token_count} tokens need {blocks} blocks, got {len(block_ids)}"
             )
-        prefix, rest = divmod(target.prefix_tokens, self._layout.block_tokens)
-        if rest or not 0 <= target.prefix_tokens <= token_count:
+        if not 0 <= target.prefix_tokens <= token_count:
             raise ValueError(
-                f"export {key}: a prefix of {target.prefix_tokens} tokens isn't whole blocks "
-                f"of {self._layout.block_tokens} within {token_count} tokens"
+                f"export {key}: a prefix of {target.prefix_tokens} tokens isn't "
+                f"within {token_count} tokens"
             )
+        prefix = self._layout.first_block(target.prefix_tokens, token_count)
         self._open[key] = _Export(
             key=key,
             id=id,

@@ -42,12 +42,19 @@ class ImportStats:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """Receive the push's payload into these layers of these pool blocks."""
+    """Receive the push's payload into these layers of these pool blocks.
+
+    Where the sender's KV looks otherwise, `tokens` of the payload's, from its token
+    `skip_tokens` on, become those from token `offset_tokens` of the first block on: the
+    blocks hold nothing else that is sent or had already."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
     layer_start: int
     layer_count: int
+    tokens: int
+    skip_tokens: int = 0
+    offset_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +116,9 @@ class _Import:
     progress_until: float
     awaited: str
     digest: Digest
-    have: list[int]  # by block after the prefix: bit l is set when layer l is here
+    sender: KvLayout  # ours until one has sent something
+    first_block: int  # of the sender's blocks
+    have: list[int]  # by block from there on: bit l is set when layer l is here
     missing: int  # slices
     conn: Connection | None = None
     pending: PushHead | None = None
@@ -167,7 +176,6 @@ class Imports:
             )
         if not choices or len(set(choices)) != len(choices):
             raise ValueError(f"import {key}: choices {choices} must be distinct and not empty")
-        wanted = blocks - prefix_blocks
         entry = _Import(
             key=key,
             grant=grant,
@@ -180,21 +188,30 @@ class Imports:
             progress_until=now + self._limits.first_frame_s,
             awaited="first frame",
             digest=self._digest(),
-            have=[0] * wanted,
-            missing=wanted * self._layout.layers,
+            sender=self._layout,
+            first_block=prefix_blocks,
+            have=[0] * (blocks - prefix_blocks),
+            missing=(blocks - prefix_blocks) * self._layout.layers,
         )
         self._by_key[key] = entry
         self._by_grant[grant] = entry
 
-    def push_begin(self, conn: Connection, head: PushHead, now: float) -> Accept | Reject:
-        """A push was announced on `conn`. After Accept its payload is received, and
-        `push_end` must follow, whatever happens."""
+    def push_begin(
+        self, conn: Connection, head: PushHead, now: float, sender: KvLayout | None = None
+    ) -> Accept | Reject:
+        """A push was announced on `conn`, by a sender with KV of a convertible layout (None:
+        ours). After Accept its payload is received, and `push_end` must follow, whatever
+        happens."""
         if conn in self._receiving:
             raise ValueError(f"connection {conn}: a push within a push")
         entry = self._by_grant.get(head.grant)
         if entry is None:
             return Reject((_unknown(conn, head.grant, head.id),))
-        problem = self._stranger(entry, conn, head.id) or self._misfit(entry, head)
+        problem = self._stranger(entry, conn, head.id)
+        if not problem:
+            if entry.conn is None:
+                self._expect(entry, sender or self._layout)
+            problem = self._misfit(entry, head)
         if problem:
             return Reject(tuple(self._fail_from(entry, conn, problem)))
         entry.conn = conn
@@ -203,10 +220,7 @@ class Imports:
             entry.first_frame_at = now
         self._receiving[conn] = entry
         self._progress(entry, "payload", self._limits.payload_s, now)
-        first, end = head.range.block_start, head.range.block_end
-        return Accept(
-            entry.key, entry.block_ids[first:end], head.range.layer_start, head.range.layer_count
-        )
+        return self._accept(entry, head.range)
 
     def push_progress(self, conn: Connection, now: float) -> None:
         """Another slice of the payload is here."""
@@ -214,8 +228,11 @@ class Imports:
         if entry is not None:
             self._progress(entry, "payload", self._limits.payload_s, now)
 
-    def push_end(self, conn: Connection, checksum: int | None, now: float) -> list[ImportAction]:
-        """The receive has returned and writes no more. `checksum` is None if it was cut."""
+    def push_end(
+        self, conn: Connection, checksum: int | None, now: float, misfit: str = ""
+    ) -> list[ImportAction]:
+        """The receive has returned and writes no more. `checksum` is None if it was cut;
+        `misfit` says what of its values can't be had in our precision."""
         entry = self._receiving.pop(conn, None)
         if entry is None or entry.pending is None:
             raise ValueError(f"connection {conn}: the end of a push that never began")
@@ -229,6 +246,9 @@ class Imports:
                 entry,
                 f"checksum of {head.range} is {checksum:016x}, sent as {head.checksum:016x}",
             )
+        if misfit:
+            failure = Failure(FailureKind.LAYOUT_MISMATCH, f"transfer {entry.id}: {misfit}")
+            return self._end(entry, failure, misfit)
         self._mark(entry, head.range)
         entry.kv_bytes += head.payload_bytes
         entry.digest.update(coverage_record(head.range, head.payload_bytes, checksum))
@@ -314,17 +334,18 @@ class Imports:
         r, layers = head.range, self._layout.layers
         if min(r.layer_start, r.block_start) < 0 or min(r.layer_count, r.block_count) < 1:
             return f"{r}: an empty range"
-        if r.layer_end > layers or r.block_end > len(entry.block_ids):
-            return f"{r}: outside of {layers} layers x {len(entry.block_ids)} blocks"
-        if r.block_start < entry.prefix_blocks:
-            return f"{r}: within the prefix of {entry.prefix_blocks} blocks"
-        fit = push_bytes(self._layout, r, head.quantization)
+        blocks = entry.sender.blocks_for(entry.token_count)
+        if r.layer_end > layers or r.block_end > blocks:
+            return f"{r}: outside of {layers} layers x {blocks} blocks"
+        if r.block_start < entry.first_block:
+            return f"{r}: within the prefix of {entry.first_block} blocks"
+        fit = push_bytes(entry.sender, r, head.quantization)
         if fit is None:
             return f"{r}: quantization {head.quantization!r} isn't known here"
         if head.payload_bytes != fit:
             return f"{r}: {head.payload_bytes} bytes announced, {fit} fit"
         bits = _layer_bits(r)
-        if any(entry.have[b - entry.prefix_blocks] & bits for b in _blocks(r)):
+        if any(entry.have[b - entry.first_block] & bits for b in _blocks(r)):
             return f"{r}: sent twice"
         return ""
 
@@ -349,10 +370,36 @@ class Imports:
 
     # ---- changes ----------------------------------------------------------------
 
+    def _expect(self, entry: _Import, sender: KvLayout) -> None:
+        """Its first frame tells whose blocks are counted from now on."""
+        prefix_tokens = entry.prefix_blocks * self._layout.block_tokens
+        entry.sender = sender
+        entry.first_block = sender.first_block(prefix_tokens, entry.token_count)
+        wanted = sender.blocks_for(entry.token_count) - entry.first_block
+        entry.have = [0] * wanted
+        entry.missing = wanted * sender.layers
+
+    def _accept(self, entry: _Import, pushed: KvRange) -> Accept:
+        """Where it goes: of its tokens those that are the prompt's and aren't here yet."""
+        ours, theirs = self._layout.block_tokens, entry.sender.block_tokens
+        start = pushed.block_start * theirs
+        first = max(start, entry.prefix_blocks * ours)
+        end = min(pushed.block_end * theirs, entry.token_count)
+        block = first // ours
+        return Accept(
+            entry.key,
+            entry.block_ids[block : self._layout.blocks_for(end)],
+            pushed.layer_start,
+            pushed.layer_count,
+            tokens=end - first,
+            skip_tokens=first - start,
+            offset_tokens=first - block * ours,
+        )
+
     def _mark(self, entry: _Import, pushed: KvRange) -> None:
         bits = _layer_bits(pushed)
         for block in _blocks(pushed):
-            entry.have[block - entry.prefix_blocks] |= bits
+            entry.have[block - entry.first_block] |= bits
         entry.missing -= pushed.slices
 
     def _progress(self, entry: _Import, awaited: str, within_s: float, now: float) -> None:

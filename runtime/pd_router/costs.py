@@ -100,7 +100,7 @@ class Costs:
         link = self._link
         if decode.link_bytes_s:
             link = Link(link.name, decode.link_bytes_s, link.round_trip_s)
-        size = tokens * decode.kv_token_bytes
+        size = tokens * prefill.worker.kv_token_bytes  # whoever sends sends its own precision
         return _HANDOVER_S + exposed_s(size, pieces, link, prefill.compute_s)
 
     def stall(self, decode: WorkerView, prefill: Prefill) -> float:

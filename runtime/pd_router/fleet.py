@@ -7,6 +7,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
+from pd_core.kv import KvForm
+
 _ORDINAL = re.compile(r"-(\d+)$")
 _NO_ORDINAL = 1 << 30
 _TELLING_STEP_TOKENS = 64
@@ -87,9 +89,7 @@ class WorkerView:
 
     id: WorkerId
     role: Role
-    model_hash: str
-    layout_hash: str
-    block_tokens: int
+    kv: KvForm
     kv_blocks: int
     max_model_tokens: int
     revision: str = ""
@@ -111,6 +111,10 @@ class WorkerView:
     def ordinal(self) -> int:
         """The pod's number in its set; scale-in takes the highest first."""
         return _ordinal(self.id.name)
+
+    @property
+    def block_tokens(self) -> int:
+        return self.kv.block_tokens
 
     @property
     def pool_tokens(self) -> int:

@@ -8,6 +8,7 @@ lower ordinal, which scale-in takes last. Every choice says why, with its candid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pd_core.kv import convertible
 from pd_router import affinity
 from pd_router.costs import CachedTokens, Costs, Need, Prefill
 from pd_router.explain import decode_reason, local_reason, named, prefill_reason
@@ -93,8 +94,8 @@ def place(
 
 
 def compatible(decode: WorkerView, prefill: WorkerView) -> bool:
-    """Whether one's KV blocks are the other's."""
-    return decode.model_hash == prefill.model_hash and decode.layout_hash == prefill.layout_hash
+    """Whether decode can take prefill's KV."""
+    return convertible(prefill.kv, decode.kv) is None
 
 
 def pair_usable(workers: Iterable[WorkerView]) -> bool:

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ import grpc.aio
 
 from pd_core.failures import Failure, FailureKind
 from pd_core.identity import Part
+from pd_core.kv import KvForm
 from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
@@ -259,8 +261,8 @@ class Workers(engine_pb2_grpc.ControlServicer):
             "role": view.role.value,
             "address": record.link.address,
             "revision": view.revision,
-            "model_hash": view.model_hash,
-            "layout_hash": view.layout_hash,
+            "model_hash": view.kv.model_hash,
+            "layout_hash": record.hello.layout_hash,
             "usable": view.usable,
             "why_unusable": record.why_unusable,
             "breaker": record.breaker.state.value,
@@ -371,9 +373,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         view = WorkerView(
             id=worker,
             role=_ROLES[hello.role],
-            model_hash=hello.model_hash,
-            layout_hash=hello.layout_hash,
-            block_tokens=hello.kv_format.block_tokens,
+            kv=_shared(KvForm.told(hello.model_hash, hello.kv_format)),
             kv_blocks=hello.capacity.kv_blocks,
             max_model_tokens=hello.capacity.max_model_tokens,
             revision=hello.revision,
@@ -530,3 +530,9 @@ def _signals(record: _Record, now: float) -> dict[str, Any]:
         "busy_s": load.busy_s,
         "computed_tokens": load.computed_tokens,
     }
+
+
+@lru_cache(maxsize=64)
+def _shared(form: KvForm) -> KvForm:
+    """One object for all equal forms: whom to pair is asked for each request."""
+    return form

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pd_core.kv import KvForm
 from pd_operator.api import Role as PoolRole
 from pd_router.fleet import Role, WorkerId, WorkerView
 from pd_sim.loop import Loop
@@ -10,6 +11,8 @@ from pd_sim.perf import Perf
 from pd_sim.worker import Worker
 
 BLOCK_TOKENS = 16
+_KV = KvForm("model", "bfloat16", BLOCK_TOKENS, layers=1, kv_heads=1, head_dim=1)
+"""Any: all are alike here, and sizes come from elsewhere."""
 _ROLES = {
     PoolRole.PREFILL: Role.PREFILL,
     PoolRole.DECODE: Role.DECODE,
@@ -122,9 +125,7 @@ class Pools:
         view = WorkerView(
             id=WorkerId(f"{plan.role.value}-{ordinal}", str(pool.births)),
             role=_ROLES[plan.role],
-            model_hash="model",
-            layout_hash="layout",
-            block_tokens=BLOCK_TOKENS,
+            kv=_KV,
             kv_blocks=max(plan.perf.kv_tokens // BLOCK_TOKENS, 1),
             max_model_tokens=plan.max_model_tokens,
             tokens_per_s=0.0 if plan.role is PoolRole.DECODE else 1.0 / plan.perf.token_s,

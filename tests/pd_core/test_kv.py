@@ -1,14 +1,16 @@
-"""KV geometry: the sizes that the documentation promises, layout identity, prefix hashes."""
+"""KV geometry: the sizes that the documentation promises, layout identity, what can be
+converted and what can't, prefix hashes."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pd_core.kv import KvLayout, prefix_hashes
+from pd_core.kv import MOST_CONVERTED_TOKENS, KvForm, KvLayout, convertible, prefix_hashes
 
 
 def layout(**changes: object) -> KvLayout:
@@ -71,6 +73,74 @@ def test_every_field_is_in_the_layout_hash(changes: dict[str, object]) -> None:
 def test_impossible_layouts_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout(**changes)
+
+
+# ---- what can be converted -----------------------------------------------------------------
+
+FORM = KvForm("m" * 64, "float32", 16, layers=30, kv_heads=3, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"dtype": "bfloat16"}, None),
+        ({"dtype": "float16"}, None),
+        ({"block_tokens": 1}, None),
+        ({"block_tokens": MOST_CONVERTED_TOKENS}, None),
+        ({"dtype": "bfloat16", "block_tokens": 24}, None),
+        ({"dtype": "float8_e4m3"}, "float8_e4m3 can't be converted"),
+        ({"dtype": ""}, "an unnamed dtype can't be converted"),
+        ({"block_tokens": 0}, "blocks of 0 tokens can't be converted, those of 1 to 4096 can"),
+        ({"block_tokens": MOST_CONVERTED_TOKENS + 1}, "blocks of 4097 tokens can't be converted"),
+        ({"model_hash": "x" * 64}, "models or tokenizers differ"),
+        ({"layers": 31}, "numbers of layers differ: {theirs} and {ours}"),
+        ({"kv_heads": 1}, "numbers of KV heads differ: {theirs} and {ours}"),
+        ({"head_dim": 128}, "head sizes differ: {theirs} and {ours}"),
+        ({"quantization": "int8"}, "quantizations of the KV cache differ: {theirs} and {ours}"),
+        ({"protocol_version": 2}, "protocol versions differ: {theirs} and {ours}"),
+    ],
+)
+def test_what_is_converted_and_what_is_refused(changes: dict[str, Any], why: str | None) -> None:
+    """Both ways round, and by the same words whether a side has been checked or not."""
+    other = replace(FORM, **changes)
+    name = next(iter(changes), "layers")
+    values = {"theirs": getattr(other, name), "ours": getattr(FORM, name)}
+    for sender, receiver, said in (
+        (other, FORM, values),
+        (FORM, other, {"theirs": values["ours"], "ours": values["theirs"]}),
+        (other, KvLayout.of(FORM), values),
+    ):
+        found = convertible(sender, receiver)
+        if why is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert found.startswith(why.format(**said))
+
+
+def test_the_first_of_several_differences_is_the_model() -> None:
+    other = replace(FORM, model_hash="x", layers=1, dtype="int3")
+    assert convertible(other, FORM) == "models or tokenizers differ"
+
+
+def test_what_a_receiver_takes_has_sizes() -> None:
+    narrow = replace(FORM, dtype="bfloat16", block_tokens=8)
+    assert KvLayout.of(narrow).token_bytes * 2 == KvLayout.of(FORM).token_bytes
+    assert KvLayout.of(FORM).layout_hash == FORM.layout_hash
+    assert KvLayout.of(FORM).same_bytes(FORM)
+    assert not KvLayout.of(FORM).same_bytes(narrow)
+    assert not KvLayout.of(FORM).same_bytes(replace(FORM, block_tokens=8))
+    with pytest.raises(ValueError, match="use one of"):
+        KvLayout.of(replace(FORM, dtype="int3"))
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tokens", "first"),
+    [(0, 1, 0), (15, 40, 0), (16, 40, 1), (17, 40, 1), (39, 40, 2), (40, 40, 3), (48, 48, 3)],
+)
+def test_the_first_block_that_travels(prefix: int, tokens: int, first: int) -> None:
+    assert layout().first_block(prefix, tokens) == first
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=80), st.integers(1, 20))

@@ -152,6 +152,7 @@ async def pair(
     decode: KvSettings | None = None,
     *,
     layout: KvLayout = LAYOUT,
+    decode_layout: KvLayout | None = None,
     blocks: int = 64,
     shared: bool = False,
     epoch: str = "",
@@ -170,7 +171,7 @@ async def pair(
     )
     two = await worker(
         "decode",
-        layout=layout,
+        layout=decode_layout or layout,
         blocks=blocks,
         settings=decode,
         epoch=epoch,

@@ -10,6 +10,7 @@ import contextlib
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.settings import parse
 from pd_engine.types import Guide
 from pd_proto.v1 import engine_pb2 as pb
-from tests.pd_engine.fake_runner import FakeRunner, reference
+from tests.pd_engine.fake_runner import LAYOUT, FakeRunner, reference
 
 DEADLINE_S = 20.0
 
@@ -34,9 +35,11 @@ DEADLINE_S = 20.0
 class Engine:
     """A core with its plane, and one router's stream to it."""
 
-    def __init__(self, role: str, num_blocks: int, chunk_tokens: int, flags: str = "") -> None:
+    def __init__(
+        self, role: str, num_blocks: int, chunk_tokens: int, flags: str = "", block_tokens: int = 4
+    ) -> None:
         self.name = role
-        self.runner = FakeRunner(num_blocks)
+        self.runner = FakeRunner(num_blocks, replace(LAYOUT, block_tokens=block_tokens))
         base = f"--role {role} --model x --served-name m --worker-name {role}-0 --host 127.0.0.1"
         self.settings = parse([*base.split(), *flags.split()])
         config = SchedulerConfig(
@@ -185,10 +188,13 @@ def prefill(of: pb.Generate, granted: pb.Granted, **target: Any) -> pb.Prefill:
 
 @contextlib.asynccontextmanager
 async def pair(
-    blocks: int = 64, chunk_tokens: int = 6, flags: str = ""
+    blocks: int = 64,
+    chunk_tokens: int = 6,
+    flags: str = "",
+    block_tokens: tuple[int, int] = (4, 4),
 ) -> AsyncIterator[tuple[Engine, Engine]]:
-    p = Engine("prefill", blocks, chunk_tokens, flags)
-    d = Engine("decode", blocks, chunk_tokens, flags)
+    p = Engine("prefill", blocks, chunk_tokens, flags, block_tokens[0])
+    d = Engine("decode", blocks, chunk_tokens, flags, block_tokens[1])
     await p.start()
     await d.start()
     try:
@@ -216,6 +222,31 @@ def test_pd_tokens_equal_the_models(length: int) -> None:
             wanted = reference(prompt, 8)
             assert [t.token for t in committed.first] == wanted[:1]
             assert await d.tokens(1, 0, 7) == wanted[1:]
+            await d.idle()
+            await p.idle()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("block_tokens", [(4, 8), (8, 4), (3, 5), (16, 1)])
+def test_blocks_of_other_sizes(block_tokens: tuple[int, int]) -> None:
+    """Each prompt twice, and then longer: D has a prefix, which may end within P's blocks."""
+
+    async def run() -> None:
+        async with pair(block_tokens=block_tokens) as (p, d):
+            number = 0
+            for length in (1, 7, 8, 9, 24):
+                for more in (0, 0, 6):
+                    number += 1
+                    prompt = list(range(100 * length, 100 * length + length + more))
+                    await hand_over(p, d, generate(number, prompt))
+                    wanted = reference(prompt, 8)
+                    assert await d.tokens(number, 0, 7) == wanted[1:]
+                    had = (await d.event("granted", number)).prefix_tokens
+                    most = length if more else len(prompt)
+                    after = number % 3 != 1
+                    whole = most // block_tokens[1] * block_tokens[1]
+                    assert whole <= had if after else had == 0
             await d.idle()
             await p.idle()
 

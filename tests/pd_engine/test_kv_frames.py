@@ -1,13 +1,16 @@
 """Frames of the KV plane to bytes and back, what is no frame, who is refused; the pool's slices."""
 
+from dataclasses import replace
+
 import pytest
 
 from pd_core.failures import FailureKind
-from pd_core.kv import KvLayout
+from pd_core.kv import KvForm, KvLayout
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.memory import KvMemory
 from pd_engine.transfer import AbortHead, KvRange, PushHead, SealHead, TransferId, Verdict
 from pd_engine.types import Finish, TokenOut
+from pd_engine.wire import kv_format
 from pd_proto.v1 import engine_pb2 as pb
 
 LAYOUT = KvLayout("m" * 64, "float32", block_tokens=2, layers=3, kv_heads=1, head_dim=2)
@@ -74,14 +77,21 @@ def test_who_is_refused_and_why() -> None:
     restarted = frames.refuse(hello(target="old"), "d", "epoch", LAYOUT)
     assert restarted is not None
     assert restarted.kind == FailureKind.TRANSFER_FAILED
-    other = KvLayout("m" * 64, "bfloat16", block_tokens=2, layers=3, kv_heads=1, head_dim=2)
+    narrow = replace(LAYOUT, dtype="bfloat16", block_tokens=16)
+    assert hello(narrow).form == KvForm.told(LAYOUT.model_hash, kv_format(narrow))
+    assert frames.refuse(hello(narrow), "d", "epoch", LAYOUT) is None
+    other = replace(LAYOUT, kv_heads=2)
     differs = frames.refuse(hello(other), "d", "epoch", LAYOUT)
     assert differs is not None
     assert differs.kind == FailureKind.LAYOUT_MISMATCH
     assert other.describe() in differs.message
     assert LAYOUT.describe() in differs.message
+    assert differs.message.endswith("numbers of KV heads differ: 2 and 1")
     refusal = frames.Refusal(differs)
     assert frames.parse_reply(body(frames.encode_reply(refusal))) == refusal
+    later = frames.refuse(replace(hello(), protocol_version=9), "d", "epoch", LAYOUT)
+    assert later is not None
+    assert later.message.endswith("protocol versions differ: 9 and 1")
 
 
 @pytest.mark.parametrize("length", [0, frames.MAX_FRAME_BYTES + 1, (1 << 32) - 1])

@@ -18,7 +18,7 @@ import pytest
 import xxhash
 
 from pd_core.failures import FailureKind
-from pd_engine.kv import shm
+from pd_engine.kv import frames, shm
 from pd_engine.kv.plane import KvSettings
 from pd_engine.transfer import ExportLimits
 from tests.pd_engine.kv_rig import LAYOUT, Transfer, Worker, pair, transfer
@@ -161,6 +161,9 @@ def test_what_is_no_pool_is_refused(run: Run, what: str) -> None:
             fds = {"no pool": [pipe[0]], "not sealed": [fd], "odd size": [pool.fd]}.get(what, [])
             socket.send_fds(sock, [b"\0"], fds)
             sock.setblocking(False)
+            if what == "odd size":  # only a pool's form tells
+                hello = frames.encode_hello("p", "p-epoch", name, LAYOUT)
+                await asyncio.get_running_loop().sock_sendall(sock, hello)
             async with asyncio.timeout(5):
                 assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
             sock.close()

@@ -146,7 +146,7 @@ def test_more_transfers_than_connections(loop_run: Run) -> None:
 
 
 def test_a_layout_that_does_not_match_is_refused_with_both_named(loop_run: Run) -> None:
-    other = KvLayout("a" * 64, "bfloat16", block_tokens=4, layers=6, kv_heads=2, head_dim=8)
+    other = KvLayout("a" * 64, "float32", block_tokens=4, layers=5, kv_heads=2, head_dim=8)
 
     async def body() -> None:
         async with pair() as (prefill, _):

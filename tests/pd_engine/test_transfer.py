@@ -58,7 +58,7 @@ def test_commits_when_all_is_here() -> None:
     made = imports()
     a, b = push(KvRange(0, 6, 0, 2), 1), push(KvRange(0, 6, 2, 1), 2)
     begun = made.push_begin(CONN, a, 1.0)
-    assert begun == Accept(KEY, (100, 101), 0, 6)
+    assert begun == Accept(KEY, (100, 101), 0, 6, tokens=8)
     assert made.push_end(CONN, 1, 1.5) == []
     receive(made, b, 2.0)
     committed, answer = made.seal(CONN, seal(a, b), 3.5)
@@ -115,6 +115,72 @@ def test_misfits_are_refused_before_a_byte_is_taken(head: PushHead, says: str) -
     assert isinstance(begun, Reject)
     assert says in failure_in(begun.actions)
     assert made.open_keys == ()
+
+
+# ---- a sender with other blocks ------------------------------------------------------------
+
+WIDE = replace(LAYOUT, block_tokens=8)
+"""Twice the tokens in a block, so that each slice is twice as large."""
+
+
+def wide_push(r: KvRange, checksum: int = 5) -> PushHead:
+    return PushHead(GRANT, ID, r, r.slices * WIDE.layer_bytes, checksum)
+
+
+def test_a_sender_counts_its_own_blocks() -> None:
+    """10 tokens, of which 4 are here: tokens 4-9 are in both of the sender's blocks."""
+    made = imports(prefix=1)
+    first, last = wide_push(KvRange(0, 6, 0, 1)), wide_push(KvRange(0, 6, 1, 1))
+    begun = made.push_begin(CONN, first, 1.0, WIDE)
+    assert begun == Accept(KEY, (101,), 0, 6, tokens=4, skip_tokens=4)
+    assert made.push_end(CONN, 5, 1.0) == []
+    begun = made.push_begin(CONN, last, 1.0, WIDE)
+    assert begun == Accept(KEY, (102,), 0, 6, tokens=2)
+    assert made.push_end(CONN, 5, 1.0) == []
+    assert isinstance(made.seal(CONN, seal(first, last), 2.0)[0], Committed)
+
+
+def test_a_part_of_our_block_comes_from_each_of_two() -> None:
+    small = replace(LAYOUT, block_tokens=3)
+    made = imports()
+    head = PushHead(GRANT, ID, KvRange(2, 1, 1, 2), 2 * small.layer_bytes, 5)
+    begun = made.push_begin(CONN, head, 1.0, small)
+    assert begun == Accept(KEY, (100, 101, 102), 2, 1, tokens=6, offset_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (wide_push(KvRange(0, 6, 1, 2)), "outside of 6 layers x 2 blocks"),
+        (wide_push(KvRange(0, 6, 0, 1)), "within the prefix of 1 blocks"),
+        (push(KvRange(0, 6, 1, 1)), "bytes announced"),
+    ],
+)
+def test_misfits_among_the_senders_blocks(head: PushHead, says: str) -> None:
+    made = imports(prefix=2)
+    begun = made.push_begin(CONN, head, 1.0, WIDE)
+    assert isinstance(begun, Reject)
+    assert says in failure_in(begun.actions)
+
+
+def test_one_of_the_senders_blocks_is_missing() -> None:
+    made = imports()
+    head = wide_push(KvRange(0, 6, 0, 1))
+    assert isinstance(made.push_begin(CONN, head, 1.0, WIDE), Accept)
+    assert made.push_end(CONN, 5, 1.0) == []
+    assert "6 of 12 slices missing" in failure_in(made.seal(CONN, seal(head), 2.0))
+
+
+def test_a_value_that_does_not_fit_fails_closed_and_says_who_does_not_fit() -> None:
+    made = imports()
+    assert isinstance(made.push_begin(CONN, WHOLE, 1.0), Accept)
+    failed, answer, released = made.push_end(CONN, 5, 1.0, "too large")
+    assert isinstance(failed, ImportFailed)
+    assert failed.failure.kind is FailureKind.LAYOUT_MISMATCH
+    assert "too large" in failed.failure.message
+    assert isinstance(answer, Answer)
+    assert not answer.verdict.committed
+    assert released == Released(KEY)
 
 
 def test_a_range_sent_twice_is_refused() -> None:

@@ -258,7 +258,7 @@ def test_a_sender_that_stops_by_itself_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "blocks", "prefix"), [(0, 0, 0), (10, 2, 0), (10, 3, 3), (10, 3, 12), (10, 3, -4)]
+    ("tokens", "blocks", "prefix"), [(0, 0, 0), (10, 2, 0), (10, 3, 12), (10, 3, -4)]
 )
 def test_exports_that_make_no_sense_are_errors(tokens: int, blocks: int, prefix: int) -> None:
     made = Exports(LAYOUT, Digest)

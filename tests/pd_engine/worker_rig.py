@@ -38,9 +38,14 @@ class Worker:
         prompt: Sequence[int] = PROMPT,
         chunk_tokens: int = 7,
         blocks: int = 128,
+        dtype: str = "float32",
+        block_tokens: int = _BLOCK_TOKENS,
     ) -> None:
         self.runner = Runner(
-            folder or tiny_model_dir(), dtype="float32", kv_cache_tokens=blocks * _BLOCK_TOKENS
+            folder or tiny_model_dir(),
+            dtype=dtype,
+            block_tokens=block_tokens,
+            kv_cache_tokens=blocks * block_tokens,
         )
         config = SchedulerConfig(
             max_batch_tokens=64,
@@ -49,11 +54,11 @@ class Worker:
             max_queued=16,
             max_model_tokens=1000,
             recompute_max_tokens=1000,
-            decode_reserve_tokens=_BLOCK_TOKENS,
+            decode_reserve_tokens=block_tokens,
             draft_tokens=draft_tokens,
             draft_price=0.01,
         )
-        pool = BlockPool(self.runner.num_blocks, _BLOCK_TOKENS)
+        pool = BlockPool(self.runner.num_blocks, block_tokens)
         self.scheduler = Scheduler(config, pool)
         self._guides = guides
         self.out: dict[RequestKey, list[TokenOut]] = {}

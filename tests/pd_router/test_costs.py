@@ -97,12 +97,20 @@ def test_a_busy_prefill_pool_is_gone_round() -> None:
 
 def test_a_slow_link_is_gone_round() -> None:
     decode = local(kv_token_bytes=327_680.0, kv_layers=80)
+    prefill = big_p(0, tokens_per_s=10_000, kv_token_bytes=327_680.0)
     routing = Routing(link=Link("slow", 1e8, 1e-3))
-    assert names(put(big_p(0, tokens_per_s=10_000), decode, routing=routing)) == ("d-0", None)
+    assert names(put(prefill, decode, routing=routing)) == ("d-0", None)
     fast = Routing(link=LINKS["rdma-400g"])
-    assert names(put(big_p(0, tokens_per_s=10_000), decode, routing=fast)) == ("d-0", "p-0")
+    assert names(put(prefill, decode, routing=fast)) == ("d-0", "p-0")
     decode.carried(655_000_000, 0.01)  # what was seen counts, not what was assumed
-    assert names(put(big_p(0, tokens_per_s=10_000), decode, routing=routing)) == ("d-0", "p-0")
+    assert names(put(prefill, decode, routing=routing)) == ("d-0", "p-0")
+
+
+def test_what_travels_is_what_the_sender_has() -> None:
+    decode = local(kv_token_bytes=327_680.0, kv_layers=80)
+    narrow = big_p(0, tokens_per_s=10_000, kv_token_bytes=327.68)
+    routing = Routing(link=Link("slow", 1e8, 1e-3))
+    assert names(put(narrow, decode, routing=routing)) == ("d-0", "p-0")
 
 
 def test_many_streams_keep_a_prompt_away() -> None:

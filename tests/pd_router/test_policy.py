@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_core.kv import KvForm
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
 from pd_router.policy import (
     Exclusions,
@@ -17,15 +18,15 @@ from pd_router.policy import (
 )
 
 NEED = Need(tokens=40, output_tokens=8)
+KV = KvForm("m", "float32", block_tokens=4, layers=2, kv_heads=1, head_dim=8)
+OTHER_MODEL = replace(KV, model_hash="other")
 
 
 def view(name: str, role: Role, used: int = 0, pending: int = 0, **options: object) -> WorkerView:
     made = WorkerView(
         id=WorkerId(name, "e"),
         role=role,
-        model_hash="m",
-        layout_hash="l",
-        block_tokens=4,
+        kv=KV,
         kv_blocks=100,
         max_model_tokens=300,
         revision="r",
@@ -124,12 +125,17 @@ def test_a_hot_prefix_does_not_send_everything_to_one_worker() -> None:
     assert all(got.count(f"p-{n}") >= 3 for n in range(3)), got  # by tokens: 4 against 40
 
 
-def test_only_equal_layouts_and_models_pair() -> None:
-    other = p(0, layout_hash="other")
+def test_only_whose_kv_means_the_same_pair() -> None:
+    other = p(0, kv=OTHER_MODEL)
     assert choose(other, p(1, 999), d(0)) == ("d-0", "p-1")
     assert choose(other, d(0)) == ("d-0", None)
-    assert choose(p(0, model_hash="other"), d(0)) == ("d-0", None)
     assert not compatible(d(0), other)
+
+
+def test_precision_and_block_size_may_differ() -> None:
+    other = p(0, kv=replace(KV, dtype="bfloat16", block_tokens=16))
+    assert compatible(d(0), other)
+    assert choose(other, d(0)) == ("d-0", "p-0")
 
 
 def test_equal_revision_is_preferred() -> None:
@@ -138,8 +144,8 @@ def test_equal_revision_is_preferred() -> None:
 
 
 def test_decode_with_a_partner_comes_first() -> None:
-    assert choose(p(0), d(0, 0, layout_hash="new"), d(1, 50)) == ("d-1", "p-0")
-    assert choose(p(0), d(0, 0, layout_hash="new")) == ("d-0", None)
+    assert choose(p(0), d(0, 0, kv=OTHER_MODEL), d(1, 50)) == ("d-1", "p-0")
+    assert choose(p(0), d(0, 0, kv=OTHER_MODEL)) == ("d-0", None)
 
 
 def test_both_prefill_at_home() -> None:

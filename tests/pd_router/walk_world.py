@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pd_core.failures import Failure, FailureKind
+from pd_core.kv import KvForm
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
 from pd_router.moves import (
     Action,
@@ -32,6 +33,8 @@ from pd_router.moves import (
 from pd_router.policy import Exclusions, Need, Placement, Unplaced, place
 from pd_router.types import GenerateRequest, Sampling, Timeline
 from pd_router.walk import Walk
+
+_KV = KvForm("m", "float32", block_tokens=4, layers=2, kv_heads=1, head_dim=8)
 
 TYPED = (
     FailureKind.STEP_FAILED,
@@ -160,9 +163,7 @@ class World:
         self.views[worker] = WorkerView(
             id=worker,
             role=role,
-            model_hash="m",
-            layout_hash="l",
-            block_tokens=4,
+            kv=_KV,
             kv_blocks=100,
             max_model_tokens=400,
             load=LoadReport(kv_blocks=100, kv_free=100),

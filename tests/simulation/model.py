@@ -14,18 +14,16 @@ from pd_core.kv import KvLayout
 from pd_engine.types import Batch, Row, Sampled, StepOutput
 
 VOCAB = 1 << 20
-BLOCK_TOKENS = 4
 LAYOUT = KvLayout(
     model_hash="m" * 64,
     dtype="float32",
-    block_tokens=BLOCK_TOKENS,
+    block_tokens=4,
     layers=2,
     kv_heads=1,
     head_dim=1,
 )
 _ROOT = 0x5EED
 _WRONG = VOCAB - 1  # what is drawn from torn KV
-_CELLS = LAYOUT.block_bytes // 4
 
 
 def fingerprint(before: int, token: int) -> int:
@@ -84,14 +82,17 @@ class Guesses:
 class SimRunner:
     """What the engine's core needs of a runner. `check_write` is asked before each write."""
 
-    layout = LAYOUT
     vocab_size = VOCAB
     prefill_tokens_per_s = 0.0
 
-    def __init__(self, num_blocks: int, dirt: int, check_write: Callable[[int], None]) -> None:
+    def __init__(
+        self, num_blocks: int, dirt: int, check_write: Callable[[int], None], layout: KvLayout
+    ) -> None:
+        self.layout = layout
         self.num_blocks = num_blocks
+        self._block_cells = layout.block_bytes // 4
         # What a predecessor left there: never zeros that could pass for something.
-        self._cells = array("I", [dirt & 0xFFFFFFFF]) * (num_blocks * _CELLS)
+        self._cells = array("I", [dirt & 0xFFFFFFFF]) * (num_blocks * self._block_cells)
         self.kv_buffer = memoryview(self._cells).cast("B")
         self.check_write = check_write
         self.fail_next = False
@@ -102,8 +103,9 @@ class SimRunner:
             raise RuntimeError("the step was told to fail")
         for source, target in batch.copies:
             self.check_write(target)
-            a, b = source * _CELLS, target * _CELLS
-            self._cells[b : b + _CELLS] = self._cells[a : a + _CELLS]
+            size = self._block_cells
+            a, b = source * size, target * size
+            self._cells[b : b + size] = self._cells[a : a + size]
         prints = [self._compute(row) for row in batch.rows]
         for layer in range(LAYOUT.layers):
             for row, found in zip(batch.rows, prints, strict=True):
@@ -115,9 +117,10 @@ class SimRunner:
     def read(self, blocks: Sequence[int], count: int, plane: int) -> list[int]:
         """The fingerprints of positions [0, count) as this plane has them."""
         found: list[int] = []
-        for block in blocks[: -(-count // BLOCK_TOKENS)]:
-            start = block * _CELLS + plane * BLOCK_TOKENS
-            found += self._cells[start : start + BLOCK_TOKENS]
+        tokens = self.layout.block_tokens
+        for block in blocks[: -(-count // tokens)]:
+            start = block * self._block_cells + plane * tokens
+            found += self._cells[start : start + tokens]
         mask = plane * 0x01010101
         return [value ^ mask for value in found[:count]]
 
@@ -129,8 +132,8 @@ class SimRunner:
     def _compute(self, row: Row) -> list[int]:
         last = _ROOT
         if row.start:
-            block, slot = divmod(row.start - 1, BLOCK_TOKENS)
-            last = self._cells[row.block_table[block] * _CELLS + slot]
+            block, slot = divmod(row.start - 1, self.layout.block_tokens)
+            last = self._cells[row.block_table[block] * self._block_cells + slot]
         found = []
         for token in row.token_ids:
             last = fingerprint(last, token)
@@ -139,12 +142,13 @@ class SimRunner:
 
     def _write(self, row: Row, prints: list[int], layer: int) -> None:
         for offset, value in enumerate(prints):
-            at, slot = divmod(row.start + offset, BLOCK_TOKENS)
+            tokens = self.layout.block_tokens
+            at, slot = divmod(row.start + offset, tokens)
             block = row.block_table[at]
             if layer == 0:
                 self.check_write(block)
             for plane in (2 * layer, 2 * layer + 1):
-                cell = block * _CELLS + plane * BLOCK_TOKENS + slot
+                cell = block * self._block_cells + plane * tokens + slot
                 self._cells[cell] = stored(value, plane)
 
     def _draw(self, row: Row) -> tuple[Sampled, ...]:

@@ -34,11 +34,11 @@ def skip_payload_checksum() -> list[Change]:
     """D believes that what came is what was sent."""
     real = Imports.push_end
 
-    def push_end(self: Any, conn: int, checksum: int | None, now: float) -> Any:
+    def push_end(self: Any, conn: int, checksum: int | None, now: float, misfit: str = "") -> Any:
         entry = self._receiving.get(conn)
         if checksum is not None and entry is not None and entry.pending is not None:
             checksum = entry.pending.checksum
-        return real(self, conn, checksum, now)
+        return real(self, conn, checksum, now, misfit)
 
     return [(Imports, "push_end", push_end)]
 
@@ -50,6 +50,16 @@ def skip_frame_checksum() -> list[Change]:
 def skip_coverage() -> list[Change]:
     """D commits with holes."""
     return [(Imports, "_unsealable", _always(""))]
+
+
+def converted_to_the_block_start() -> list[Change]:
+    """D puts what comes in the midst of its block to the block's start."""
+    real = Imports._accept
+
+    def accept(self: Any, entry: Any, pushed: Any) -> Any:
+        return replace(real(self, entry, pushed), offset_tokens=0)
+
+    return [(Imports, "_accept", accept)]
 
 
 def free_early() -> list[Change]:
@@ -225,6 +235,7 @@ MUTANTS: dict[str, Callable[[], list[Change]]] = {
         skip_payload_checksum,
         skip_frame_checksum,
         skip_coverage,
+        converted_to_the_block_start,
         free_early,
         no_quarantine,
         ignore_attempt,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from pd_router.types import GenerateRequest, Sampling
-from tests.simulation.model import BLOCK_TOKENS, VOCAB, reference
+from tests.simulation.model import LAYOUT, VOCAB, reference
 
 _ALPHABET = 50  # few tokens: prompts share prefixes only where they are meant to
 
@@ -38,6 +38,7 @@ class Plan:
     decodes: int
     boths: int
     blocks: dict[str, int] = field(default_factory=dict)  # by role
+    block_tokens: dict[str, int] = field(default_factory=dict)  # likewise
     chunk_tokens: int = 0
     max_running: int = 8
     frame_bytes: int = 128
@@ -58,7 +59,10 @@ class Plan:
         }
 
     def describe(self) -> str:
-        pools = ", ".join(f"{role} {blocks} blocks" for role, blocks in self.blocks.items())
+        pools = ", ".join(
+            f"{role} {blocks} blocks of {self.block_tokens[role]}"
+            for role, blocks in self.blocks.items()
+        )
         return (
             f"seed {self.seed}: {self.prefills} prefill, {self.decodes} decode, {self.boths} both "
             f"({pools}; chunks of {self.chunk_tokens}, frames of {self.frame_bytes} B, "
@@ -74,11 +78,14 @@ def plan(seed: int) -> Plan:
     prefills, decodes = random.choice(((1, 1), (1, 2), (2, 1), (2, 2), (3, 2)))
     boths = int(random.random() < 0.15)
     asks = tuple(_asks(random))
-    largest = max(_blocks(ask) for ask in asks)
+    block_tokens = dict.fromkeys(("prefill", "decode", "both"), LAYOUT.block_tokens)
+    if seed % 5 == 2:  # hand-overs are converted
+        block_tokens |= {"prefill": random.choice((2, 3, 4, 8)), "decode": random.choice((3, 8))}
+    longest = max(len(ask.request.token_ids) for ask in asks)
     room = {
-        "prefill": _pool(random, max(-(-len(a.request.token_ids) // BLOCK_TOKENS) for a in asks)),
-        "decode": _pool(random, largest),
-        "both": _pool(random, largest),
+        "prefill": _pool(random, -(-longest // block_tokens["prefill"])),
+        "decode": _pool(random, max(_blocks(ask, block_tokens["decode"]) for ask in asks)),
+        "both": _pool(random, max(_blocks(ask, block_tokens["both"]) for ask in asks)),
     }
     made = Plan(
         seed=seed,
@@ -87,6 +94,7 @@ def plan(seed: int) -> Plan:
         decodes=decodes,
         boths=boths,
         blocks=room,
+        block_tokens=block_tokens,
         chunk_tokens=random.choice((0, 3, 4, 7, 16)),
         max_running=random.choice((3, 8)),
         frame_bytes=random.choice((1, 64, 128, 1024)),
@@ -109,10 +117,10 @@ def _pool(random: Random, least: int) -> int:
     return least if random.random() < 0.4 else least + random.randrange(1, 4 * least)
 
 
-def _blocks(ask: Ask) -> int:
+def _blocks(ask: Ask, block_tokens: int) -> int:
     """All that one request may hold at its end."""
     tokens = len(ask.request.token_ids) + ask.request.sampling.max_tokens
-    return -(-tokens // BLOCK_TOKENS) * ask.request.choices + 1
+    return -(-tokens // block_tokens) * ask.request.choices + 1
 
 
 def _asks(random: Random) -> list[Ask]:

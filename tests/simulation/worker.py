@@ -3,10 +3,12 @@ announcer, on a model that checks what it reads."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+from pd_core.kv import KvLayout
 from pd_engine import server
 from pd_engine.announce import Announcer
 from pd_engine.blocks import BlockPool
@@ -67,8 +69,10 @@ class WatchedImports:
             self._ids[grant] = id
             open_(key, grant, id, **more)
 
-        def watched_begin(conn: int, head: PushHead, now: float) -> Accept | Reject:
-            begun = begin(conn, head, now)
+        def watched_begin(
+            conn: int, head: PushHead, now: float, sender: KvLayout | None = None
+        ) -> Accept | Reject:
+            begun = begin(conn, head, now, sender)
             if isinstance(begun, Accept):
                 if self._ids.get(head.grant) != head.id:
                     raise Wrong(f"a push of {head.id} was taken for {self._ids.get(head.grant)}")
@@ -76,10 +80,10 @@ class WatchedImports:
                 self.check()
             return begun
 
-        def watched_end(conn: int, checksum: int | None, now: float) -> Any:
+        def watched_end(conn: int, checksum: int | None, now: float, misfit: str = "") -> Any:
             self.check()
             self.receiving.pop(conn, None)
-            return end(conn, checksum, now)
+            return end(conn, checksum, now, misfit)
 
         imports.open = watched_open  # type: ignore[method-assign]
         imports.push_begin = watched_begin  # type: ignore[method-assign]
@@ -125,8 +129,11 @@ class Worker:
         self._clock = clock
         self._random = random
         self.loop = VirtualLoop(clock, name, self._run_step)
-        self.pool = BlockPool(plan.blocks[self.role], LAYOUT.block_tokens)
-        self.runner = SimRunner(self.pool.num_blocks, random.getrandbits(32), self._check_write)
+        self.layout = replace(LAYOUT, block_tokens=plan.block_tokens[self.role])
+        self.pool = BlockPool(plan.blocks[self.role], self.layout.block_tokens)
+        self.runner = SimRunner(
+            self.pool.num_blocks, random.getrandbits(32), self._check_write, self.layout
+        )
         self.core: EngineCore | None = None
         self.imports: WatchedImports | None = None
 
@@ -155,8 +162,8 @@ class Worker:
         core = WatchedCore(settings, scheduler, self.runner, metrics)
         core.counted = self.on_committed
         plane = KvPlane(
-            LAYOUT,
-            KvMemory(self.runner.kv_buffer, LAYOUT),
+            self.layout,
+            KvMemory(self.runner.kv_buffer, self.layout),
             name,
             self.epoch,
             core,
@@ -183,9 +190,9 @@ class Worker:
             kv_address=core.kv_address,
             transports=["tcp"],
             model="m",
-            model_hash=LAYOUT.model_hash,
-            kv_format=kv_format(LAYOUT),
-            layout_hash=LAYOUT.layout_hash,
+            model_hash=self.layout.model_hash,
+            kv_format=kv_format(self.layout),
+            layout_hash=self.layout.layout_hash,
             capacity=pb.Capacity(
                 kv_blocks=self.pool.num_blocks, max_model_tokens=400, max_running=8, max_queued=32
             ),

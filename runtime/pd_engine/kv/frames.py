@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from pd_core.failures import Failure, FailureKind
-from pd_core.kv import PROTOCOL_VERSION, KvLayout
+from pd_core.kv import PROTOCOL_VERSION, KvForm, KvLayout, convertible
 from pd_engine.transfer import AbortHead, KvRange, PushHead, SealHead, TransferId, Verdict
 from pd_engine.wire import first_tokens, kv_format, token_from_pb
 from pd_proto.v1 import engine_pb2 as pb
@@ -31,14 +31,13 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a connection. `layout_text` is for messages, `layout_hash` decides."""
+    """Opens a connection. `form`: how the sender's KV looks, whatever it may be."""
 
     protocol_version: int
     worker: str
     epoch: str
     target_epoch: str
-    layout_hash: str
-    layout_text: str
+    form: KvForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +55,24 @@ Reply = Welcome | Refusal | Verdict
 
 
 def refuse(hello: Hello, worker: str, epoch: str, layout: KvLayout) -> Failure | None:
-    """Why a target with this layout and epoch takes nothing from that sender."""
+    """Why a target with this layout and epoch takes nothing from that sender. None: the
+    sender's form is a layout, whose blocks are ours or can be converted."""
     if hello.target_epoch != epoch:
         return Failure(
             FailureKind.TRANSFER_FAILED,
             f"{hello.worker} looks for epoch {hello.target_epoch} of {worker}, "
             f"which restarted: it is {epoch} now",
         )
-    if hello.protocol_version != PROTOCOL_VERSION or hello.layout_hash != layout.layout_hash:
-        return Failure(
-            FailureKind.LAYOUT_MISMATCH,
-            f"{hello.worker} has KV of {hello.layout_text}; {worker} has {layout.describe()}",
-        )
-    return None
+    why = convertible(hello.form, layout)
+    if hello.protocol_version != PROTOCOL_VERSION:
+        why = f"protocol versions differ: {hello.protocol_version} and {PROTOCOL_VERSION}"
+    if why is None:
+        return None
+    return Failure(
+        FailureKind.LAYOUT_MISMATCH,
+        f"{hello.worker} has KV of {hello.form.describe()}; "
+        f"{worker} has {layout.describe()}: {why}",
+    )
 
 
 # ---- prefixes ------------------------------------------------------------------------
@@ -171,8 +175,7 @@ def _hello(m: pb.KvHello) -> Hello:
         worker=m.worker,
         epoch=m.epoch,
         target_epoch=m.target_epoch,
-        layout_hash=m.layout_hash,
-        layout_text=describe_format(m.model_hash, m.kv_format),
+        form=KvForm.told(m.model_hash, m.kv_format),
     )
 
 
@@ -240,15 +243,6 @@ def parse_reply(body: bytes) -> Reply:
 
 
 # ---- parts ---------------------------------------------------------------------------
-
-
-def describe_format(model_hash: str, m: pb.KvFormat) -> str:
-    """Like KvLayout.describe(), also for formats that this version doesn't know."""
-    return (
-        f"model {model_hash[:12]}, {m.dtype}, quantization {m.quantization}, "
-        f"{m.block_tokens} tokens a block, {m.layers} layers x {m.kv_heads} "
-        f"KV heads x {m.head_dim}, protocol {m.protocol_version}"
-    )
 
 
 def _id_to_pb(id: TransferId) -> pb.TransferId:

@@ -101,7 +101,7 @@ class KvPlane:
         self._transport = settings.transport
         transports: dict[str, Transport] = {"tcp": TcpTransport(certificates)}
         if settings.transport in (AUTO, "shm"):
-            transports["shm"] = ShmTransport(layout, pool_fd)
+            transports["shm"] = ShmTransport(pool_fd)
         refused = f"{worker} takes KV by shm alone" if settings.transport == "shm" else ""
         self._callbacks = callbacks
         self._clock = clock

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_core.failures import Failure, FailureKind
+from pd_core.kv import KvLayout
 from pd_engine.imports import Accept, ImportAction, Imports, Reject
 from pd_engine.kv import frames, tcp
-from pd_engine.kv.codec import Codec, Part
+from pd_engine.kv.codec import Codec, Misfit
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.transport import Taker, Transport
 from pd_engine.transfer import AbortHead, PushHead, SealHead, Verdict
@@ -73,7 +74,7 @@ class KvReceiver:
         return len(self._connections)
 
     def codec(self) -> Codec:
-        """Made when the first quantized frame comes."""
+        """Made when the first frame comes that isn't our blocks' bytes."""
         if self._codec is None:
             self._codec = Codec(self.memory)
         return self._codec
@@ -170,6 +171,7 @@ class _Connection:
         self._sock = sock
         self._peer = peer
         self._taker: Taker | None = None
+        self._sender = receiver.memory.layout
         self._outbox: list[Verdict] = []
         self._ending = False
         self._scratch = memoryview(bytearray(tcp.BATCH_BYTES))
@@ -243,6 +245,10 @@ class _Connection:
             await self._send(frames.Refusal(failure))
             self._ending = True
             return False
+        self._sender = KvLayout.of(hello.form)
+        self._taker.open(self._sender)
+        if not receiver.memory.layout.same_bytes(self._sender):
+            log.info("KV of %s is converted: it is %s", hello.worker, self._sender.describe())
         await self._send(frames.Welcome(receiver.epoch))
         return True
 
@@ -251,7 +257,7 @@ class _Connection:
         now = receiver.clock()
         match frame:
             case PushHead():
-                begun = receiver.imports.push_begin(self.number, frame, now)
+                begun = receiver.imports.push_begin(self.number, frame, now, self._sender)
                 if isinstance(begun, Reject):
                     receiver.apply(begun.actions)
                 else:
@@ -265,11 +271,11 @@ class _Connection:
 
     async def _payload(self, head: PushHead, accept: Accept) -> None:
         receiver = self._receiver
-        checksum = None
+        checksum, misfit = None, ""
         assert self._taker is not None
         try:
-            if head.quantization:
-                checksum = await self._quantized(self._taker, head, accept)
+            if head.quantization or not receiver.memory.layout.same_bytes(self._sender):
+                checksum = await self._decoded(self._taker, head, accept)
             else:
                 slices = receiver.memory.slices(
                     accept.block_ids, accept.layer_start, accept.layer_count
@@ -277,17 +283,20 @@ class _Connection:
                 checksum = await self._taker.take(
                     self._sock, head, slices, self._scratch, self._progressed
                 )
+        except Misfit as e:
+            checksum, misfit = head.checksum, f"{self._sender.dtype} KV can't be converted: {e}"
         finally:
             now = receiver.clock()
-            receiver.apply(receiver.imports.push_end(self.number, checksum, now))
+            receiver.apply(receiver.imports.push_end(self.number, checksum, now, misfit))
 
-    async def _quantized(self, taker: Taker, head: PushHead, accept: Accept) -> int:
+    async def _decoded(self, taker: Taker, head: PushHead, accept: Accept) -> int:
         """Into memory of its own first: only what is intact becomes KV."""
         payload = memoryview(bytearray(head.payload_bytes))
         checksum = await taker.take(self._sock, head, [payload], self._scratch, self._progressed)
         if checksum == head.checksum:
-            part = Part(accept.block_ids, accept.layer_start, accept.layer_count)
-            self._receiver.codec().decode(payload, part, head.quantization)
+            blocks, codec = head.range.block_count, self._receiver.codec()
+            for _ in codec.decode(payload, blocks, self._sender, head.quantization, accept):
+                await asyncio.sleep(0)
         return checksum
 
     def _progressed(self) -> None:

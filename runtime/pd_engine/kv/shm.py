@@ -53,8 +53,7 @@ class ShmTransport:
 
     name = "shm"
 
-    def __init__(self, layout: KvLayout, fd: int | None) -> None:
-        self._layout = layout
+    def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     # ---- the sender's end --------------------------------------------------------------
@@ -106,7 +105,7 @@ class ShmTransport:
         _same_user(sock)
         fd = await _receive_fd(sock)
         try:
-            return sock, ShmTaker(_map(fd, self._layout))
+            return sock, ShmTaker(_map(fd))
         finally:
             os.close(fd)
 
@@ -114,8 +113,16 @@ class ShmTransport:
 class ShmTaker:
     """Reads a sender's pool. The mapping ends with the last view of it."""
 
-    def __init__(self, memory: KvMemory) -> None:
-        self._memory: KvMemory | None = memory
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping: mmap.mmap | None = mapping
+        self._memory: KvMemory | None = None
+
+    def open(self, sender: KvLayout) -> None:
+        assert self._mapping is not None
+        try:
+            self._memory = KvMemory(memoryview(self._mapping), sender, readonly=True)
+        except ValueError as e:
+            raise frames.FrameError(f"what came is no KV pool: {e}") from e
 
     async def take(
         self,
@@ -140,7 +147,7 @@ class ShmTaker:
         return hasher.intdigest()
 
     def close(self) -> None:
-        self._memory = None
+        self._memory = self._mapping = None
 
 
 def copy(
@@ -196,13 +203,12 @@ async def _receive_fd(sock: socket.socket) -> int:
     raise frames.FrameError(f"{len(fds)} descriptors came, not one")
 
 
-def _map(fd: int, layout: KvLayout) -> KvMemory:
+def _map(fd: int) -> mmap.mmap:
     """The sender's pool, to be read."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if seals & _NEEDED_SEALS != _NEEDED_SEALS:
             raise ValueError("it is not sealed against being cut off")
-        mapping = mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-        return KvMemory(memoryview(mapping), layout, readonly=True)
+        return mmap.mmap(fd, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ)
     except (OSError, ValueError) as e:
         raise frames.FrameError(f"what came is no KV pool: {e}") from e

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from pd_core.identity import Part
+from pd_core.kv import KvLayout
 from pd_engine.kv.frames import PREFIX_BYTES, checked, encode_push, frame_length
 from pd_engine.transfer import PushHead
 from pd_proto.tls import Certificates
@@ -295,6 +296,9 @@ class TcpTransport:
 
 class TcpTaker:
     """Reads a push's payload off the socket."""
+
+    def open(self, sender: KvLayout) -> None:
+        """A payload's size is in its head."""
 
     async def take(
         self,

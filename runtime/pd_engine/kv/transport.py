@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pd_core.failures import FailureKind, RequestFailure
+from pd_core.kv import KvLayout
 from pd_engine.transfer import PushHead
 
 AUTO = "auto"
@@ -24,6 +25,10 @@ class Unreachable(Exception):
 
 class Taker(Protocol):
     """The receiving end of one connection."""
+
+    def open(self, sender: KvLayout) -> None:
+        """Before anything is taken: how the sender's KV looks. Raises FrameError."""
+        ...
 
     async def take(
         self,

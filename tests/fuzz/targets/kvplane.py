@@ -2,7 +2,8 @@
 and replies as a sender reads them.
 
 The pieces of an input: bodies that are framed here, with their checksums, and, where the first
-byte is 255, raw bytes. The grant `G` stands for the one that is open.
+byte is 255, raw bytes. The grant `G` stands for the one that is open. A piece `O` says that the
+sender's KV is in another precision and other blocks.
 """
 
 import asyncio
@@ -35,11 +36,13 @@ from tests.pd_engine.kv_rig import Worker, first_tokens, worker
 PACKAGES = ("pd_engine",)
 _LAYOUT = KvLayout("a" * 64, "float32", block_tokens=4, layers=2, kv_heads=1, head_dim=2)
 """Small: a whole transfer fits into one input."""
-WORDS = (b"G", b"\xff", b"int8", b"int4", b"decode-epoch-1", _LAYOUT.layout_hash.encode())
+_OTHER = KvLayout("a" * 64, "bfloat16", block_tokens=8, layers=2, kv_heads=1, head_dim=2)
+WORDS = (b"G", b"O", b"\xff", b"int8", b"int4", b"decode-epoch-1", _LAYOUT.layout_hash.encode())
 _KEY = (1, 1)
 _BLOCKS = (3, 1, 2)
 _TOKENS = 10
 _RAW = 255
+_CONVERTED = b"O"
 _loop = FuzzLoop()
 
 
@@ -76,8 +79,9 @@ async def _connection(decode: Worker, given: list[bytes]) -> None:
         theirs.setblocking(False)
         receiver = plane._receiver
         receiver._serve(theirs, "a fuzzer", _Pair())
-        hello = frames.encode_hello("prefill", "p", decode.epoch, _LAYOUT)
-        sent = hello + b"".join(_framed(piece, grant) for piece in given)
+        layout = _OTHER if _CONVERTED in given else _LAYOUT
+        hello = frames.encode_hello("prefill", "p", decode.epoch, layout)
+        sent = hello + b"".join(_framed(piece, grant) for piece in given if piece != _CONVERTED)
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(ours, sent)
         ours.shutdown(socket.SHUT_WR)
@@ -119,18 +123,26 @@ def seeds() -> list[bytes]:
         return framed[frames.PREFIX_BYTES :]
 
     transfer = TransferId("request", 1)
-    payload = bytes(3 * _LAYOUT.block_bytes)
-    whole = KvRange(0, _LAYOUT.layers, 0, 3)
-    check = xxhash.xxh3_64_intdigest(payload)
-    coverage = xxhash.xxh3_64_intdigest(coverage_record(whole, len(payload), check))
-    push = PushHead(b"G", transfer, whole, len(payload), check)
-    seal = SealHead(b"G", transfer, _TOKENS, len(payload), coverage, first_tokens(0), 0)
+
+    def whole(layout: KvLayout) -> tuple[bytes, bytes, bytes]:
+        """All of the prompt in one push, and the seal."""
+        count = layout.blocks_for(_TOKENS)
+        payload = bytes(count * layout.block_bytes)
+        pushed = KvRange(0, layout.layers, 0, count)
+        check = xxhash.xxh3_64_intdigest(payload)
+        coverage = xxhash.xxh3_64_intdigest(coverage_record(pushed, len(payload), check))
+        push = PushHead(b"G", transfer, pushed, len(payload), check)
+        seal = SealHead(b"G", transfer, _TOKENS, len(payload), coverage, first_tokens(0), 0)
+        raw = bytes([_RAW]) + payload
+        return body(frames.encode_push(push)), raw, body(frames.encode_seal(seal))
+
     abort = AbortHead(b"G", transfer, "because")
-    bodies = [body(frames.encode_push(push)), body(frames.encode_seal(seal))]
+    pieces_of_one = whole(_LAYOUT)
     small = PushHead(b"G", transfer, KvRange(0, 1, 0, 1), 4, 0, (), "int8")
     return [
-        joined(bodies[0], bytes([_RAW]) + payload, bodies[1]),
+        joined(*pieces_of_one),
+        joined(_CONVERTED, *whole(_OTHER)),
         joined(body(frames.encode_abort(abort))),
         joined(body(frames.encode_push(small)), b"\xff1234"),
-        joined(bodies[1], body(frames.encode_reply(frames.Welcome("a")))),
+        joined(pieces_of_one[2], body(frames.encode_reply(frames.Welcome("a")))),
     ]
