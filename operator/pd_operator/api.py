@@ -208,10 +208,6 @@ def _pools(spec: Node, slo: Slo) -> tuple[Pool, ...]:
         missing = Role.DECODE if there is Role.PREFILL else Role.PREFILL
         spec.error(missing.value, f"is missing beside {there}", _POOLS_REMEDY)
     pools = tuple(_pool(role, node) for role, node in given.items())
-    if len({pool.engine.block_tokens for pool in pools}) > 1:
-        sizes = " and ".join(f"{pool.role} {pool.engine.block_tokens}" for pool in pools)
-        remedy = "write the same blockTokens in both pools"
-        spec.error("decode.engine.blockTokens", f"differs between pools: {sizes}", remedy)
     for pool in pools:
         _check_target(spec, pool, slo)
     return pools

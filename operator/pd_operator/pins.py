@@ -69,8 +69,9 @@ def _own(pool: Pool) -> Pool:
 
 def _other(pool: Pool) -> Pool:
     engine = replace(
-        pool.engine, chunk_tokens=0, max_batch_tokens=0, max_running=0, max_queued=0, threads=0,
-        kv_cache_tokens=None, kv_cache_fraction=None, draft_tokens=None, retention=None,
+        pool.engine, chunk_tokens=0, max_batch_tokens=0, block_tokens=0, max_running=0,
+        max_queued=0, threads=0, kv_cache_tokens=None, kv_cache_fraction=None, draft_tokens=None,
+        retention=None,
     )  # fmt: skip
     return Pool(pool.role, 0, None, None, 0.0, engine, Template(image=pool.template.image))
 
@@ -123,11 +124,10 @@ def _own_document(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _other_document(pool: Pool) -> dict[str, Any]:
-    made: dict[str, Any] = {"engine": {"blockTokens": pool.engine.block_tokens}}
-    if pool.template.image:
-        container = {"name": "engine", "image": pool.template.image}
-        made["template"] = {"spec": {"containers": [container]}}
-    return made
+    if not pool.template.image:
+        return {}
+    container = {"name": "engine", "image": pool.template.image}
+    return {"template": {"spec": {"containers": [container]}}}
 
 
 def keep(desired: "Desired", cluster: Cluster, observed: Observed) -> "Desired":

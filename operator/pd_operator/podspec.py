@@ -165,11 +165,10 @@ def pair_revision(cluster: Cluster, settings: Settings) -> str:
     """8 hex digits of what both workers of a pair should have in common.
 
     Unlike a pool's revision it doesn't change when one pool's own settings do, so a pool
-    that rolls alone goes on working with the other.
+    that rolls alone goes on working with the other: KV in other blocks is converted.
     """
     images = sorted({pool.template.image or settings.engine_image for pool in cluster.pools})
-    blocks = sorted({pool.engine.block_tokens for pool in cluster.pools})
-    text = json.dumps([repr(cluster.model), images, blocks])
+    text = json.dumps([repr(cluster.model), images])
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

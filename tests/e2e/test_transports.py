@@ -1,5 +1,6 @@
 """A cluster of real processes by each transport that one machine has: the same right answer,
-the metrics say by which way the KV went, and a worker that is killed leaves nothing."""
+the metrics say by which way the KV went, and a worker that is killed leaves nothing. Pools with
+other blocks: the same answers, for whatever of a prompt decode has already."""
 
 import os
 import signal
@@ -45,3 +46,24 @@ def test_the_answer_is_right_by_each(
         maps = Path(f"/proc/{decode.pid}/maps").read_text()
         assert maps.count("memfd:pdcluster-kv") <= 2  # its own pool, and the new sender's
     assert set(os.listdir("/dev/shm")) <= files
+
+
+@pytest.mark.parametrize(("transport", "blocks"), [("shm", (16, 24)), ("tcp", (32, 16))], ids=str)
+def test_pools_with_other_blocks_give_the_same_answers(
+    model: Path,
+    reference: Reference,
+    tmp_path: Path,
+    transport: str,
+    blocks: tuple[int, int],
+) -> None:
+    document = spec(model)
+    document["spec"]["kvTransfer"] = {"transport": transport}
+    document["spec"]["router"] = {"routing": {"disaggregate": "always"}}
+    for pool, block_tokens in zip(("prefill", "decode"), blocks, strict=True):
+        document["spec"][pool]["engine"] = {"blockTokens": block_tokens}
+    whole = text_of(110, 1)
+    with serving(document, tmp_path) as cluster:
+        for asked in (whole[:240], whole[:240], whole):  # new, known to both, known in part
+            question = body(asked, 12)
+            assert text(cluster, question) == expected(reference, question)
+        assert sent_by(cluster) == {transport}

@@ -58,6 +58,7 @@ EDITS: list[tuple[dict[str, Any], set[Role]]] = [
     ({"spec.kvTransfer": {"transport": "auto"}}, set()),
     ({"metadata.annotations": {"other": "1"}}, set()),
     ({"spec.decode.engine.maxRunning": 8}, {Role.DECODE}),
+    ({"spec.decode.engine.blockTokens": 32}, {Role.DECODE}),
     ({"spec.decode.startTimeout": "1h"}, {Role.DECODE}),
     ({"spec.decode.accelerator": _GPU}, {Role.DECODE}),
     ({"spec.decode.template.metadata.labels": {"a": "b"}}, {Role.DECODE}),
