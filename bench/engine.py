@@ -3,11 +3,14 @@ decode of one request, many requests at a time, and what the host costs a step.
 
 Ours is scheduler and runner as a worker has them, without the network. Theirs is the forward
 pass, `generate`, and continuous batching (`generate_batch`), in whichever of float32 and
-bfloat16 they are faster here. Rounds alternate: ours, theirs, ours, …
+bfloat16 they are faster here; and for many requests llama.cpp's continuous batching. Rounds
+alternate: ours, theirs, ours, …
 """
 
+import json
 import math
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +20,9 @@ from typing import Any
 
 import torch
 
-from bench import precision
+from bench import peers, precision
 from bench.common import Goal, arguments, median, report, table
-from bench.models import model_dir
+from bench.models import builtin_gguf, model_dir
 from pd_engine.blocks import BlockPool
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
@@ -239,6 +242,44 @@ class Theirs:
         return took
 
 
+class Llama:
+    """llama.cpp, in a process of its own."""
+
+    def __init__(self, python: Path, kind: str, tokens: int) -> None:
+        self._work = tempfile.TemporaryDirectory()
+        threads = str(torch.get_num_threads())
+        script = Path(__file__).parent / "llamacpp_peer.py"
+        self._process = subprocess.Popen(
+            [python, script, builtin_gguf(), kind, self._work.name, threads, str(tokens)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._said("ready")
+
+    def _said(self, wanted: str = "") -> str:
+        assert self._process.stdout is not None
+        line: str = self._process.stdout.readline().strip()
+        if not line or (wanted and line != wanted):
+            raise RuntimeError(f"llama.cpp ended, or said {line!r}")
+        return line
+
+    def many_s(self, requests: Sequence[tuple[list[int], int]]) -> float:
+        asked = {"requests": requests, "at_a_time": AT_A_TIME, "step_tokens": STEP_TOKENS}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._said())
+        if answer["tokens"] != sum(new for _, new in requests):
+            raise RuntimeError(f"llama.cpp made {answer['tokens']} tokens")
+        return float(answer["seconds"])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._work.cleanup()
+
+
 def faster(folder: Path, prompt: Sequence[int]) -> Theirs:
     """transformers in its faster type here."""
     both = [Theirs(folder, dtype) for dtype in (torch.float32, torch.bfloat16)]
@@ -346,7 +387,28 @@ def against(
     )
     total = sum(n for _, n in many_requests(plan, 0))
     yield f"{plan.requests} requests, {AT_A_TIME} at a time, new tokens/s", total / a, total / b
-    metrics["batch8_vs_llamacpp"] = None  # not measured here
+
+
+def against_llama(
+    plan: Plan, ours: Ours, quick: bool, metrics: dict[str, float | None]
+) -> Iterator[Row]:
+    """In float16, and in the four bits that the model comes in, for reference."""
+    python = peers.install("llama-cpp-python", download=not quick)
+    for kind, key in (("f16", "batch8_vs_llamacpp"), ("as-is", "batch8_vs_llamacpp_q4")):
+        metrics[key] = None
+        if python is None:
+            continue
+        llama = Llama(python, kind, ours.tokens)
+        try:
+            a, b, metrics[key] = alternate(
+                plan.rounds,
+                lambda i: ours.many_s(many_requests(plan, i)),
+                lambda i, llama=llama: llama.many_s(many_requests(plan, i)),  # type: ignore[misc]
+            )
+        finally:
+            llama.close()
+        total = sum(n for _, n in many_requests(plan, 0))
+        yield f"the same, beside llama.cpp in {kind}", total / a, total / b
 
 
 def main(quick: bool) -> None:
@@ -360,11 +422,14 @@ def main(quick: bool) -> None:
     for row in against(plan, ours, faster(folder, ids(256, 0)), metrics):
         print(table(("", "ours", "transformers"), [row]), flush=True)
         rows.append(row)
+    for row in against_llama(plan, ours, quick, metrics):
+        print(table(("", "ours", "llama.cpp"), [row]), flush=True)
+        rows.append(row)
     step_s, metrics["host_share_b32"] = host_share(folder, ours, plan)
     rows.append(("step of 32 requests, ms", step_s * 1000, None))
     top1, ratio = precision.bfloat16(folder, plan.precise_prompts, 30 * plan.precise_prompts)
     metrics |= {"bf16_top1": top1, "bf16_ppl_ratio": ratio}
-    print("\n" + table(("", "ours", "transformers"), rows))
+    print("\n" + table(("", "ours", "theirs"), rows))
     print(f"bfloat16: {top1:.2%} of next tokens as in float32; perplexity {ratio:.4f} of theirs")
     report("engine", metrics, GOALS, quick)
 

@@ -1,11 +1,13 @@
 """The model of the benches as a folder, converted once, and its tokenizer."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench.common import OUT
+from pd_engine.convert import BUILTINS
 
 NAME = "smollm2-135m-instruct"
 _WORDS = (
@@ -22,6 +24,15 @@ def model_dir() -> Path:
     command = [sys.executable, "-m", "pd_engine.convert", "--source", f"builtin:{NAME}"]
     subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
     return out
+
+
+def builtin_gguf() -> Path:
+    """The file that the model comes in."""
+    package, file = BUILTINS[NAME]
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise RuntimeError(f"{package} isn't installed")
+    return Path(found.origin).parent / file
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -157,6 +157,7 @@ class Lab:
             recompute_max_tokens=self.runner.max_model_tokens,
             draft_tokens=drafts,
             draft_price=self.runner.draft_price,
+            draft_price_per_token=self.runner.draft_price_per_token,
         )
         scheduler = Scheduler(config, BlockPool(self.runner.num_blocks, BLOCK_TOKENS))
         for number, ids in enumerate(prompts):

@@ -29,9 +29,10 @@ import uvloop
 
 from bench.common import arguments, median, percentile, pin, report, table
 from bench.models import load_tokenizer, model_dir, prompt_of
+from bench.peers import install
 from bench.router import GOALS
 from bench.router.load import Load, Shape
-from bench.router.sites import PEERS, Cores, Site, install, ours, peer
+from bench.router.sites import PEERS, Cores, Site, ours, peer
 
 PROMPT_TOKENS = 64
 PROMPTS = 64

@@ -20,10 +20,8 @@ from bench.common import OUT, ROOT
 from bench.router.load import PATH
 from tests.ports import free_port, free_ports
 
-PEERS = {"vllm-router": "vllm-router==0.1.17", "smg": "smg==1.13.0"}
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pdcluster" / "peers"
+PEERS = ("vllm-router", "smg")
 _START_DEADLINE_S = 180.0
-_INSTALL_DEADLINE_S = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +61,6 @@ class Site:
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
-
-
-def install(name: str, download: bool) -> Path | None:
-    """The interpreter of a peer's environment; None where it can't be had."""
-    folder = CACHE / PEERS[name].replace("==", "-")
-    python = folder / "bin" / "python"
-    done = folder / "installed"
-    if done.exists():
-        return python
-    if not download:
-        return None
-    uv = Path(sys.executable).parent / "uv"
-    commands: Sequence[Sequence[str | Path]] = (
-        (uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder),
-        (uv, "pip", "install", "--quiet", "--python", python, PEERS[name]),
-    )
-    try:
-        for command in commands:
-            subprocess.run(command, check=True, timeout=_INSTALL_DEADLINE_S)
-    except (OSError, subprocess.SubprocessError) as error:
-        print(f"{name} can't be installed: {error}", file=sys.stderr)
-        return None
-    done.touch()
-    return python
 
 
 @contextlib.contextmanager

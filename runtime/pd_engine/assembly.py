@@ -161,6 +161,7 @@ class Worker:
                 recompute_max_tokens=_RECOMPUTE_MAX_TOKENS,
                 draft_tokens=settings.draft_tokens,
                 draft_price=runner.draft_price,
+                draft_price_per_token=runner.draft_price_per_token,
                 patience_s_per_token=_patience_s_per_token(runner),
             ),
             BlockPool(runner.num_blocks, settings.block_tokens),

@@ -21,7 +21,8 @@ class SchedulerConfig:
     decode_reserve_tokens: int = 256  # a grant covers so many tokens of output
     draft_tokens: int = 0  # guesses a step for one sequence; a grant covers them too
     patience_s_per_token: float = 0.0  # see `due`
-    draft_price: float = 1.0  # what a token more costs, where a step of one token costs 1
+    draft_price: float = 1.0  # what a token more costs, where a step of one token costs 1,
+    draft_price_per_token: float = 0.0  # and this for each token that stands before it
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_running", "max_queued", "max_model_tokens"):
@@ -33,6 +34,7 @@ class SchedulerConfig:
             "decode_reserve_tokens",
             "draft_tokens",
             "draft_price",
+            "draft_price_per_token",
             "patience_s_per_token",
         ):
             if getattr(self, name) < 0:

@@ -30,6 +30,7 @@ LAYER_GROUP = 5
 _WARMUP_TOKENS = (1, 3, 128)
 _PRICED_DRAFTS = 7
 _PRICE_ROUNDS = 3
+_PRICED_CONTEXT = 2048  # attention over it tells what a token of context costs
 _LEAST_PRICE = 0.01
 
 
@@ -78,7 +79,7 @@ class Runner:
         self.vocab_size = self._model.vocab_size
         self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
         self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
-        self.draft_price = 1.0  # likewise: see SchedulerConfig
+        self.draft_price, self.draft_price_per_token = 1.0, 0.0  # likewise: see SchedulerConfig
         self._pool = KvPool(self.layout, self.num_blocks, self._model.device, pool_memory)
         self._attention = PagedAttention(self._pool, native)
         self._layer_group = layer_group
@@ -164,16 +165,22 @@ class Runner:
             self.prefill_tokens_per_s = tokens / (time.perf_counter() - began)
             self.step(Batch(0, (Row(0, [0], tokens, blocks, (spec,)),)))
         if room > _PRICED_DRAFTS:
-            self.draft_price = self._measure_draft_price(blocks)
+            self._measure_draft_prices(blocks, min(_PRICED_CONTEXT, room - _PRICED_DRAFTS - 1))
 
-    def _measure_draft_price(self, blocks: tuple[int, ...]) -> float:
-        """What a token more costs a step, where a step of one token costs 1."""
+    def _measure_draft_prices(self, blocks: tuple[int, ...], context: int) -> None:
         spec = SampleSpec(0, 0, Sampling(max_tokens=1))
-        took = []
-        for drafts in (0, _PRICED_DRAFTS):
-            row = Row(0, [0] * (1 + drafts), 0, blocks, (spec,) * (1 + drafts), drafts)
-            took.append(min(self._seconds(Batch(0, (row,))) for _ in range(_PRICE_ROUNDS)))
-        return max(_LEAST_PRICE, (took[1] / took[0] - 1) / _PRICED_DRAFTS)
+
+        def seconds(start: int, drafts: int) -> float:
+            row = Row(0, [0] * (1 + drafts), start, blocks, (spec,) * (1 + drafts), drafts)
+            return min(self._seconds(Batch(0, (row,))) for _ in range(_PRICE_ROUNDS))
+
+        step_s = seconds(0, 0)
+        first = (seconds(0, _PRICED_DRAFTS) / step_s - 1) / _PRICED_DRAFTS
+        self.draft_price = max(_LEAST_PRICE, first)
+        if context > 0:
+            behind_s = seconds(context, _PRICED_DRAFTS) - seconds(context, 0)
+            more = behind_s / step_s / _PRICED_DRAFTS - first
+            self.draft_price_per_token = max(0.0, more / context)
 
     def _seconds(self, batch: Batch) -> float:
         began = time.perf_counter()

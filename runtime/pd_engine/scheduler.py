@@ -332,7 +332,8 @@ class Scheduler:
                 continue
             until_end = seq.task.final_tokens - len(seq.tokens) - 1
             most = min(self.cfg.draft_tokens, left, until_end)
-            drafted = seq.drafter.draft(most, len(decoding), self.cfg.draft_price)
+            price = self.cfg.draft_price + self.cfg.draft_price_per_token * len(seq.tokens)
+            drafted = seq.drafter.draft(most, len(decoding), price)
             drafted = drafted[: self._room_ahead(seq, len(drafted))]
             if drafted:
                 guesses[seq.id] = drafted

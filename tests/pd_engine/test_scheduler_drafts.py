@@ -172,6 +172,35 @@ def test_without_drafts_nobody_guesses() -> None:
     w.finish()
 
 
+def test_a_guess_costs_more_behind_a_long_context() -> None:
+    """Attention over all of it is computed for each guess."""
+    seen: list[tuple[int, float]] = []
+
+    class Priced:
+        def __init__(self, tokens: list[int]) -> None:
+            self._tokens = tokens
+
+        def note(self) -> None:
+            pass
+
+        def draft(self, _most: int, _sequences: int, price: float) -> list[int]:
+            seen.append((len(self._tokens), price))
+            return []
+
+    priced = config(draft_tokens=3, draft_price=0.25, draft_price_per_token=0.01)
+    scheduler = Scheduler(priced, BlockPool(50, 4), Priced)
+    for number, length in enumerate((10, 60)):
+        request = Request(
+            (0, number), "r", 1, (1,) * length, length, (0,), Sampling(3), Mode.LOCAL, 1e9, 1e9
+        )
+        scheduler.add(request, 0.0)
+    table = _Table(torch.zeros(_VOCAB, _VOCAB))
+    while (batch := scheduler.schedule(0.0)) is not None:
+        scheduler.absorb(batch, table.step(batch), 0.0)
+    assert {length for length, _ in seen} == {11, 12, 61, 62}
+    assert all(price == pytest.approx(0.25 + 0.01 * length) for length, price in seen)
+
+
 # ---- the distribution --------------------------------------------------------------
 
 _VOCAB = 5
