@@ -92,13 +92,15 @@ chart-test: $(STAMP) kube-control-plane ## the chart with Helm and a real API se
 	@$(BIN)/python -m pytest tests/test_chart.py tests/envtest/test_chart.py
 
 .PHONY: fuzz
-fuzz: $(STAMP) ## feed nonsense to what reads bytes of others, SECONDS=20 for each kind
+fuzz: $(STAMP) ## feed nonsense to what reads bytes of others, and to the API, SECONDS=20 for each kind
 	@$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --jobs $(JOBS)
+	@$(BIN)/python -m tests.fuzz.api --seconds $(SECONDS)
 
 .PHONY: soak
-soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, MINUTES=60 of requests
+soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, an hour of schemathesis, MINUTES=60 of requests
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
 	@$(BIN)/python -m tests.fuzz --seconds 600 --jobs $(JOBS)
+	@$(BIN)/python -m tests.fuzz.api --seconds 1800
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 .PHONY: check

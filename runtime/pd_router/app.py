@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
-from pd_router import tokens
+from pd_router import openapi, tokens
 from pd_router.answer import Run
 from pd_router.classes import NO_PROMISES, Promises
 from pd_router.errors import ApiError, invalid
@@ -156,8 +156,8 @@ class RouterApp:
         if path in ("/tokenize", "/detokenize"):
             await self._tokens(exchange)
             return
-        known = path in ("/health", "/ready", "/v1/models") or path.startswith("/v1/models/")
-        if not known:
+        known = ("/health", "/ready", "/v1/models", openapi.PATH)
+        if path not in known and not path.startswith("/v1/models/"):
             where = f"{exchange.method} {path[:200]}"
             raise ApiError(404, f"Unknown request URL: {where}.", code="unknown_url")
         exchange.allow("GET", "HEAD")
@@ -167,6 +167,9 @@ class RouterApp:
             if not self._workers.ready():
                 raise RequestFailure(FailureKind.NO_WORKERS, "No usable pair of workers is there.")
             await exchange.reply(200, b'{"status":"ready"}')
+        elif path == openapi.PATH:
+            keyed = self._keyring is not None
+            await exchange.reply(200, openapi.document(self._settings.model, keyed))
         else:
             model = self._model()
             if path == "/v1/models":

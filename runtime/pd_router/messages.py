@@ -1,10 +1,10 @@
 """A chat's messages and tools: as OpenAI's clients send them, and as chat templates read them."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_router.errors import invalid, unsupported
 
@@ -12,7 +12,17 @@ MAX_MESSAGES = 2048
 MAX_TOOLS = 128  # as OpenAI has it
 MAX_CALLS = 128  # in one message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PARTS = ("text", "refusal")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def published(**keywords: Any) -> Meta:
+    """Of a field: JSON Schema that `openapi` publishes. It is checked apart from decoding, with
+    better words than msgspec's."""
+    return Meta(extra_json_schema=keywords)
+
+
+_Function = Annotated[str, published(enum=["function"])]
 
 ChatMessage = dict[str, Any]  # role, content and what else a template may read
 Tool = dict[str, Any]
@@ -21,7 +31,7 @@ Tool = dict[str, Any]
 class ContentPart(Struct):
     """Other fields belong to kinds of content that are refused by their type."""
 
-    type: str
+    type: Annotated[str, published(enum=list(_TEXT_PARTS))]
     text: str | UnsetType = UNSET
 
 
@@ -35,16 +45,16 @@ class ToolCall(Struct, forbid_unknown_fields=True):
 
     function: CalledFunction
     id: str | None = None
-    type: str = "function"
+    type: _Function = "function"
     index: int | None = None  # clients that put streamed answers together leave it in
 
 
 class Message(Struct, forbid_unknown_fields=True):
-    role: str
+    role: Annotated[str, published(enum=list(_ROLES))]
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], published(maxItems=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     # Answers that clients send back carry these, empty.
     refusal: str | None = None
@@ -54,16 +64,16 @@ class Message(Struct, forbid_unknown_fields=True):
 
 
 class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    name: str
+    name: Annotated[str, published(pattern=f"^{_TOOL_NAME.pattern}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: Annotated[bool, published(enum=[False])] | None = None
 
 
 class ToolSpec(Struct, forbid_unknown_fields=True):
     """A tool that the model may call."""
 
-    type: str
+    type: _Function
     function: Function
 
 
@@ -170,7 +180,7 @@ def _content(path: str, message: Message) -> str:
         return message.refusal or ""
     texts = []
     for index, part in enumerate(content):
-        if part.type not in ("text", "refusal"):
+        if part.type not in _TEXT_PARTS:
             where = f"{path}[{index}].type"
             raise invalid(where, f"'{where}' is {part.type[:40]!r}; this model takes only text.")
         if isinstance(part.text, UnsetType):

@@ -6,7 +6,6 @@ wouldn't is taken and ignored. Errors carry the JSON path of what is wrong.
 
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,12 +14,15 @@ from msgspec import Meta, Struct
 
 from pd_router.errors import ApiError, invalid, unsupported
 from pd_router.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
     ChatMessage,
     Message,
     Tool,
     ToolSpec,
     chat_messages,
     chat_tools,
+    published,
 )
 from pd_router.structured import BadForm, Form, ResponseFormat, StructuredOutputs, form_of
 
@@ -38,13 +40,41 @@ MAX_SEQUENCES = 128  # prompts times choices
 COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's /v1/completions has it
 MAX_PRIORITY = 1000
 _MASK64 = (1 << 64) - 1
+_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+
+# Taken only with one of these values, which change nothing.
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "echo": (False,),
+    "suffix": ("",),
+}
 
 
 # ---- the requests as they come ------------------------------------------------------
+#
+# `openapi` publishes these.
+
+
+def _harmless(name: str) -> Meta:
+    return published(enum=[None, *_HARMLESS[name]])
+
 
 _Count = Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Stop = Annotated[str, published(minLength=1, maxLength=MAX_STOP_CHARS)]
+_TokenId = Annotated[int, published(minimum=0)]
+_Bias = Annotated[float, published(minimum=-MAX_BIAS, maximum=MAX_BIAS)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -59,15 +89,23 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    n: Annotated[int, Meta(ge=1, extra_json_schema={"maximum": MAX_CHOICES})] | None = None
+    stop: _Stop | Annotated[list[_Stop], published(maxItems=MAX_STOPS)] | None = None
     max_tokens: _Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: _Share | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, _Bias],
+            published(
+                maxProperties=MAX_BIASES, propertyNames={"pattern": f"^{_TOKEN_ID.pattern}$"}
+            ),
+        ]
+        | None
+    ) = None
     # Extensions under the names that vLLM gave them.
     top_k: Annotated[int, Meta(ge=-1)] | None = None
     min_p: _Share | None = None
@@ -76,7 +114,7 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     ) = None
     min_tokens: _Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[_TokenId], published(maxItems=MAX_STOP_TOKENS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
@@ -89,57 +127,35 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Any = None
-    # Taken only with a value that changes nothing (_HARMLESS).
-    store: Any = None
-    service_tier: Any = None
+    store: Annotated[Any, _harmless("store")] = None
+    service_tier: Annotated[Any, _harmless("service_tier")] = None
 
 
 class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
-    messages: list[Message]
+    messages: Annotated[list[Message], published(minItems=1, maxItems=MAX_MESSAGES)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[ToolSpec] | None = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    tools: Annotated[list[ToolSpec], published(maxItems=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[Any, _harmless("tool_choice")] = None
+    functions: Annotated[Any, _harmless("functions")] = None
+    function_call: Annotated[Any, _harmless("function_call")] = None
+    modalities: Annotated[Any, _harmless("modalities")] = None
+    audio: Annotated[Any, _harmless("audio")] = None
+    prediction: Annotated[Any, _harmless("prediction")] = None
+    reasoning_effort: Annotated[Any, _harmless("reasoning_effort")] = None
+    verbosity: Annotated[Any, _harmless("verbosity")] = None
+    web_search_options: Annotated[Any, _harmless("web_search_options")] = None
 
 
 class CompletionRequest(_Common, forbid_unknown_fields=True, kw_only=True):
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Annotated[list[str | _TokenId | list[_TokenId]], published(minItems=1)]
     max_completion_tokens: _Count | None = None  # load generators send both names
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: int | None = None
-    echo: Any = None
-    suffix: Any = None
-
-
-def _in(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, bool) and value in values
-
-
-_HARMLESS: dict[str, Callable[[Any], bool]] = {
-    "store": lambda value: value is False,
-    "service_tier": _in("auto", "default"),
-    "tool_choice": _in("auto", "none"),
-    "functions": lambda value: value == [],
-    "function_call": _in("auto", "none"),
-    "modalities": lambda value: value == ["text"],
-    "audio": lambda _: False,
-    "prediction": lambda _: False,
-    "reasoning_effort": _in("none"),
-    "verbosity": _in("medium"),
-    "web_search_options": lambda _: False,
-    "echo": lambda value: value is False,
-    "suffix": lambda value: value == "",
-}
+    echo: Annotated[Any, _harmless("echo")] = None
+    suffix: Annotated[Any, _harmless("suffix")] = None
 
 
 # ---- the one form ---------------------------------------------------------------------
@@ -297,7 +313,7 @@ def _ask(
 
 _PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+_FLOAT_FOR_INT = re.compile(r"^Expected `.*\bint\b.*`, got `float`")
 _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
 
 
@@ -307,23 +323,40 @@ def decode_strictly(decoder: msgspec.json.Decoder[_Request], body: bytes) -> _Re
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         # It is found at the first wrong field, so before a syntax error that comes later.
-        _check_syntax(body)
-        raise _mismatch(str(error)) from None
+        whole = _checked_syntax(body)
+        if not _FLOAT_FOR_INT.search(str(error)):
+            raise _mismatch(str(error)) from None
     except (msgspec.DecodeError, RecursionError):
-        _check_syntax(body)
+        _checked_syntax(body)
         raise invalid(None, "The body isn't valid JSON.", "invalid_json") from None
-
-
-def _check_syntax(body: bytes) -> None:
-    """ApiError unless the body is JSON."""
+    # To JSON, 5.0 is the number that 5 is.
     try:
-        msgspec.json.decode(body)
+        return msgspec.convert(_integral(whole), decoder.type)
+    except msgspec.ValidationError as error:
+        raise _mismatch(str(error)) from None
+    except RecursionError:
+        raise invalid(None, "The body's JSON is nested too deeply.", "invalid_json") from None
+
+
+def _integral(value: Any) -> Any:
+    """With integers in the place of floats that are whole numbers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_integral(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _integral(one) for key, one in value.items()}
+    return value
+
+
+def _checked_syntax(body: bytes) -> Any:
+    """What the body says; ApiError unless it is JSON."""
+    try:
+        return msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         message = f"The body isn't valid JSON: {error}"
     except RecursionError:
         message = "The body's JSON is nested too deeply."
-    else:
-        return
     raise invalid(None, message, "invalid_json")
 
 
@@ -348,7 +381,10 @@ def _mismatch(text: str) -> ApiError:
 def _refuse_unsupported(request: Struct) -> None:
     for name, harmless in _HARMLESS.items():
         value = getattr(request, name, None)
-        if value is not None and not harmless(value):
+        # To Python, False is 0 and True is 1.
+        if value is not None and not any(
+            type(value) is type(one) and value == one for one in harmless
+        ):
             raise unsupported(name)
 
 

@@ -17,7 +17,7 @@ MAX_TOKENS = 1 << 20
 MAX_CHARS = 1 << 20  # some seconds of a core
 
 
-class _Tokenize(Struct, forbid_unknown_fields=True):
+class TokenizeRequest(Struct, forbid_unknown_fields=True):
     """A prompt, or messages for the chat template."""
 
     model: str | None = None
@@ -28,13 +28,13 @@ class _Tokenize(Struct, forbid_unknown_fields=True):
     return_token_strs: bool | None = None
 
 
-class _Detokenize(Struct, forbid_unknown_fields=True):
+class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     tokens: Annotated[list[int], Meta(max_length=MAX_TOKENS)]
     model: str | None = None
 
 
-_tokenize = msgspec.json.Decoder(_Tokenize)
-_detokenize = msgspec.json.Decoder(_Detokenize)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
 
 CheckModel = Callable[[str], None]

@@ -206,6 +206,14 @@ def test_logprobs_of_both_endpoints() -> None:
     assert not completion().logprobs
 
 
+def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    whole = chat(n=2.0, max_tokens=5e1, stop_token_ids=[7.0], seed=1)
+    assert whole == chat(n=2, max_tokens=50, stop_token_ids=[7], seed=1)
+    assert completion(prompt=[1.0, 2]).prompts == ((1, 2),)
+    assert refused(chat, n=2.0, max_tokens=5.5).param == "max_tokens"
+    assert refused(chat, n=2.0, nonsense=1).param == "nonsense"
+
+
 # ---- what is refused ----------------------------------------------------------------------
 
 
