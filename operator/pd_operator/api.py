@@ -13,6 +13,7 @@ from pd_operator import apiparts, routerparts
 from pd_operator.apitypes import (
     Accelerator,
     Builtin,
+    CertManagerMissing,
     Claim,
     Cluster,
     Colocate,
@@ -34,6 +35,7 @@ from pd_operator.apitypes import (
     Source,
     Target,
     Template,
+    TlsMode,
     Toleration,
     Volume,
     VolumeMount,
@@ -47,6 +49,7 @@ __all__ = [
     "UPGRADE_ANNOTATION",
     "Accelerator",
     "Builtin",
+    "CertManagerMissing",
     "Claim",
     "Cluster",
     "Colocate",
@@ -68,6 +71,7 @@ __all__ = [
     "Source",
     "Target",
     "Template",
+    "TlsMode",
     "Toleration",
     "Volume",
     "VolumeMount",
@@ -134,7 +138,10 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     model = apiparts.model(spec)
     slo = _slo(spec.child_or_empty("slo"))
     pools = _pools(spec, slo)
-    router = _router(spec.child_or_empty("router"), slo, spec.child_or_empty("security"))
+    security = spec.child_or_empty("security")
+    router = _router(spec.child_or_empty("router"), slo, security)
+    tls = _tls(security.child_or_empty("tls"))
+    security.close()
     transport, quantization, colocate = _kv_transfer(spec.child_or_empty("kvTransfer"), pools)
     rollout = _rollout(spec.child_or_empty("rollout"))
     gpus, ratio = _budget(spec, pools)
@@ -143,7 +150,7 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     return Cluster(
         name, namespace, uid, generation, model, slo, pools, router, transport, colocate,
         rollout, gpus, ratio, upgrade, written if isinstance(written, Mapping) else {},
-        kv_quantization=quantization,
+        kv_quantization=quantization, tls=tls,
     )  # fmt: skip
 
 
@@ -284,9 +291,13 @@ def _router(node: Node, slo: Slo, security: Node) -> Router:
         node.integer("processes", 1, 1, 32),
     )
     node.close()
-    security.not_yet("tls")
-    security.close()
     return router
+
+
+def _tls(node: Node) -> TlsMode:
+    mode = node.choice("mode", TlsMode.DISABLED, tuple(TlsMode))
+    node.close()
+    return TlsMode(mode)
 
 
 def _kv_transfer(node: Node, pools: tuple[Pool, ...]) -> tuple[str, str, Colocate | None]:

@@ -24,10 +24,10 @@ from pd_operator.apitypes import (
 from pd_operator.fields import LABEL_KEY, LABEL_VALUE, NAME_PATTERN, OBJECT_PATTERN, Node, show
 
 BUILTIN_MODELS = ("smollm2-135m-instruct",)
-OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "kv-store", "api-keys")
+OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "kv-store", "api-keys", "peer-tls")
 OWN_PATHS = (
     "/tmp", "/models", "/source", "/dev/shm", "/home/pdcluster", "/etc/pdcluster/api-keys",
-    "/var/lib/pdcluster/kv",
+    "/var/lib/pdcluster/kv", "/etc/pdcluster/tls",
 )  # fmt: skip
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?")

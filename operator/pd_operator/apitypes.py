@@ -22,9 +22,17 @@ class Role(StrEnum):
 class InvalidCluster(Exception):
     """The document is no valid PDCluster; `errors` says everything that is wrong."""
 
+    reason = "InvalidSpec"
+
     def __init__(self, errors: list[FieldError]) -> None:
         super().__init__("\n".join(str(error) for error in errors))
         self.errors = tuple(errors)
+
+
+class CertManagerMissing(InvalidCluster):
+    """The document is valid, where cert-manager is."""
+
+    reason = "CertManagerMissing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +98,14 @@ class Target:
 class Slo:
     ttft: Target | None = None
     tpot: Target | None = None
+
+
+class TlsMode(StrEnum):
+    """Whether a PDCluster's processes speak TLS to each other, and who makes certificates."""
+
+    AUTO = "Auto"
+    CERT_MANAGER = "CertManager"
+    DISABLED = "Disabled"
 
 
 class ScalingMode(StrEnum):
@@ -285,6 +301,7 @@ class Cluster:
     upgrade: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     kv_quantization: str = "none"  # on the wire
+    tls: TlsMode = TlsMode.DISABLED
 
     def pool(self, role: Role) -> Pool | None:
         return next((pool for pool in self.pools if pool.role is role), None)

@@ -6,6 +6,7 @@ from pd_operator.api import KIND
 from pd_operator.manifests import APPLIED_ANNOTATION, ROLE_LABEL
 from pd_operator.observed import Observed, Ref
 from pd_operator.podparts import Manifest
+from pd_operator.tlsobjects import TLS_LABEL, in_use
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "containers": ("name",),
@@ -23,12 +24,15 @@ _WHOLE = frozenset({"ingress", "egress"})
 """Below these a list is one value, and its owner's alone."""
 _SWEPT = frozenset(
     {
+        "Certificate",
         "ConfigMap",
+        "Issuer",
         "NetworkPolicy",
         "PDPool",
         "PodDisruptionBudget",
         "PodMonitor",
         "PrometheusRule",
+        "Secret",
         "Service",
         "ServiceAccount",
     }
@@ -73,13 +77,18 @@ def _has_items(wanted: Sequence[Manifest], found: Sequence[Manifest], keys: Sequ
 
 def unwanted(observed: Observed, wanted: Iterable[Ref]) -> Iterator[Ref]:
     """Objects that we made and want no more. StatefulSets go by rollout; what belongs to one
-    stays as long as it does, what a pool has once as long as the pool has any."""
+    stays as long as it does, what a pool has once as long as the pool has any, and what pods have
+    their certificates from as long as there is one."""
     kept = {*wanted, *(Ref("Service", item.name) for item in observed.sets)}
     roles = {item.role.value for item in observed.sets}
+    modes = in_use(observed.objects.values())
     for ref, item in observed.objects.items():
         if ref.kind not in _SWEPT or ref in kept or not _is_made_by_us(item):
             continue
-        role = (item["metadata"].get("labels") or {}).get(ROLE_LABEL)
+        labels = item["metadata"].get("labels") or {}
+        if labels.get(TLS_LABEL) in modes:
+            continue  # a pod that lives on may have to start again
+        role = labels.get(ROLE_LABEL)
         if ref.kind in ("PDPool", "PodDisruptionBudget") and role in roles:
             continue
         yield ref

@@ -40,7 +40,19 @@ class Refused:
         return f"{self.ref.kind} {self.ref.name} is refused: {self.message}"
 
 
-Obstacle = Taken | Refused
+@dataclass(frozen=True, slots=True)
+class NotIssued:
+    """cert-manager hasn't made a certificate that pods wait for."""
+
+    ref: Ref
+    message: str
+    reason: ClassVar[str] = "CertificateNotIssued"
+
+    def __str__(self) -> str:
+        return f"{self.ref.kind} {self.ref.name}: cert-manager says: {self.message}"
+
+
+Obstacle = Taken | Refused | NotIssued
 
 
 class NameTaken(Exception):

@@ -9,8 +9,16 @@ what is desired: canonical quantities, no empty values, protocols spelled out.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pd_operator import children, monitors, pins, podspec, policies
-from pd_operator.api import Cluster, HostPath, InvalidCluster, Pool, Role
+from pd_operator import certmanager, children, monitors, pins, podspec, policies
+from pd_operator.api import (
+    CertManagerMissing,
+    Cluster,
+    HostPath,
+    InvalidCluster,
+    Pool,
+    Role,
+    TlsMode,
+)
 from pd_operator.fields import FieldError
 from pd_operator.manifests import (
     REVISION_LABEL,
@@ -68,6 +76,7 @@ def render(cluster: Cluster, replicas: Mapping[Role, int], settings: Settings) -
     return Desired(
         pools=tuple(_pool(cluster, pool, replicas[pool.role], settings) for pool in cluster.pools),
         surroundings=(
+            *certmanager.objects(cluster),
             *children.accounts(cluster),
             *policies.network_policies(cluster, settings),
             *children.router(cluster, settings),
@@ -83,8 +92,10 @@ def render(cluster: Cluster, replicas: Mapping[Role, int], settings: Settings) -
     )
 
 
-def check_supported(cluster: Cluster, settings: Settings) -> None:
-    """Raises InvalidCluster with what these settings don't allow."""
+def check_supported(
+    cluster: Cluster, settings: Settings, absent: frozenset[str] = frozenset()
+) -> None:
+    """Raises InvalidCluster with what these settings, or kinds that aren't there, don't allow."""
     errors = []
     if isinstance(cluster.model.source, HostPath) and not settings.host_paths:
         problem = "is for `pdcluster up` on one machine: restricted pods can't mount it"
@@ -93,6 +104,10 @@ def check_supported(cluster: Cluster, settings: Settings) -> None:
     if cluster.router.api_keys and settings.host_paths:
         problem = "names a Secret, and on one machine there are none"
         errors.append(FieldError("spec.security.apiKeys", problem, "leave it out"))
+    if cluster.tls is TlsMode.AUTO and not settings.certificates:
+        problem = "is Auto, and this operator has no right to keep certificates"
+        remedy = "install its chart with certificates.enabled=true, or write another mode"
+        errors.append(FieldError("spec.security.tls.mode", problem, remedy))
     if cluster.transport not in settings.transports:
         problem = f"is {cluster.transport}, which the engine doesn't have yet"
         if cluster.transport == "shm":
@@ -101,6 +116,10 @@ def check_supported(cluster: Cluster, settings: Settings) -> None:
         errors.append(FieldError("spec.kvTransfer.transport", problem, remedy))
     if errors:
         raise InvalidCluster(errors)
+    if cluster.tls is TlsMode.CERT_MANAGER and absent & certmanager.KINDS:
+        problem = f"is CertManager, and there is none here ({certmanager.GROUP})"
+        remedy = "install it, or write Auto or Disabled"
+        raise CertManagerMissing([FieldError("spec.security.tls.mode", problem, remedy)])
 
 
 def _pool(cluster: Cluster, pool: Pool, replicas: int, settings: Settings) -> DesiredPool:

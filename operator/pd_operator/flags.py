@@ -90,6 +90,7 @@ def _settings(found: argparse.Namespace) -> Settings:
         router_image=found.router_image or defaults.router_image,
         host_paths=False,  # `restricted` pods can't mount them
         transports=("auto", "tcp"),  # pods share no memory
+        certificates=False,  # without a word that it may
     )
     try:
         return rendering.parse(found.rendering, base)

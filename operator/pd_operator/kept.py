@@ -13,7 +13,7 @@ from pd_operator.podparts import Manifest
 from pd_operator.podspec import CLUSTER_LABEL
 
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-_STATUS_KEPT = frozenset({KIND, "PDPool", "Pod"})
+_STATUS_KEPT = frozenset({KIND, "Certificate", "PDPool", "Pod"})
 _POD_METADATA = (
     "name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences",
     "creationTimestamp", "deletionTimestamp",

@@ -101,6 +101,9 @@ def _document(cluster: Cluster, role: Role) -> Manifest:
     spec: dict[str, Any] = {
         name: written[name] for name in ("model", "kvTransfer") if name in written
     }
+    tls = (written.get("security") or {}).get("tls")
+    if tls is not None:
+        spec["security"] = {"tls": tls}
     drain = (written.get("rollout") or {}).get("drainTimeout")
     if drain is not None:
         spec["rollout"] = {"drainTimeout": drain}

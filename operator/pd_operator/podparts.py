@@ -43,7 +43,8 @@ class Settings:
     `operators` to the routers' admin port, `monitors_from` to all metrics, `clients` (none
     means everybody) to the API. `monitors`: PodMonitor and PrometheusRule are wanted, where
     their kinds are there, and neither is switched off by itself; `runbooks`: the URL of
-    docs/runbooks, for alerts. `live_page` False: none, whatever objects say.
+    docs/runbooks, for alerts. `live_page` False: none, whatever objects say. `certificates`
+    False: no right to Secrets, so no authorities of PDClusters' own.
     """
 
     version: str = "0.1.0"
@@ -65,6 +66,7 @@ class Settings:
     rules: bool = True
     runbooks: str = ""
     live_page: bool = True
+    certificates: bool = True
 
 
 def env(own: Mapping[str, str], template: Template) -> list[Manifest]:

@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 
-from pd_operator import podparts
+from pd_core.identity import Part
+from pd_operator import podparts, tlsobjects
 from pd_operator.api import Cluster, Engine, Pool, Role
 from pd_operator.fields import canonical_quantity, quantity_bytes
 from pd_operator.manifests import CLUSTER_LABEL as CLUSTER_LABEL
@@ -47,6 +48,7 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
     model = model_files(cluster.model.source, image, template, settings)
     shm_volumes, shm_mounts = _shared_memory(pool)
     store_volumes, store_mounts = _kv_store(pool)
+    tls_volumes, tls_mounts = tlsobjects.volume(cluster, Part.WORKER)
     fields = {
         "command": list(settings.engine_command),
         "args": _engine_args(cluster, pool, model.path, pair_revision(cluster, settings)),
@@ -59,18 +61,18 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         "readinessProbe": podparts.probe("/readyz", "health", period_s=2, failures=3),
         "livenessProbe": podparts.liveness("/livez", "health"),
         "volumeMounts": [
-            *SCRATCH_MOUNTS, *model.mounts, *shm_mounts, *store_mounts,
+            *SCRATCH_MOUNTS, *model.mounts, *shm_mounts, *store_mounts, *tls_mounts,
             *podparts.own_mounts(template),
         ],
         **_worker_resources(cluster, pool, settings),
     }  # fmt: skip
     made = podparts.pod(
         workers_name(cluster.name),
-        selector(cluster, role.value) | {WORKER_LABEL: cluster.name},
+        selector(cluster, role.value) | {WORKER_LABEL: cluster.name} | tlsobjects.labels(cluster),
         template,
         [podparts.container("engine", image, template, fields)],
         model.init_containers,
-        [*SCRATCH_VOLUMES, *model.volumes, *shm_volumes, *store_volumes],
+        [*SCRATCH_VOLUMES, *model.volumes, *shm_volumes, *store_volumes, *tls_volumes],
         _drain_grace_s(cluster),
     )
     if pool.accelerator and pool.accelerator.product:
@@ -109,6 +111,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
     """A router's pod."""
     template = cluster.router.template
     keys, key_mounts = _api_keys(cluster.router.api_keys)
+    tls_volumes, tls_mounts = tlsobjects.volume(cluster, Part.ROUTER)
     processes = cluster.router.processes
     image = template.image or settings.router_image
     fields = {
@@ -124,6 +127,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             *cluster.router.flags,
             *([f"--api-keys={API_KEYS_PATH}"] if keys else []),
             *([] if settings.live_page else [NO_LIVE_PAGE]),
+            *tlsobjects.flags(cluster),
         ],
         "env": podparts.env({HTTP_BIND_ENV: f"$(POD_IP):{HTTP_PORT}"}, template),
         "ports": podparts.container_ports(ROUTER_PORTS),
@@ -135,16 +139,18 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         # a node without a core to spare it may be late for some seconds.
         "livenessProbe": podparts.liveness("/health", "admin", podparts.PATIENT_FAILURES),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
-        "volumeMounts": [*SCRATCH_MOUNTS, *key_mounts, *podparts.own_mounts(template)],
+        "volumeMounts": [
+            *SCRATCH_MOUNTS, *key_mounts, *tls_mounts, *podparts.own_mounts(template)
+        ],
         **podparts.resources(template.requests, template.limits),
-    }
+    }  # fmt: skip
     made = podparts.pod(
         router_name(cluster.name),
-        selector(cluster, ROUTER),
+        selector(cluster, ROUTER) | tlsobjects.labels(cluster),
         template,
         [podparts.container(ROUTER, image, template, fields)],
         (),
-        [*SCRATCH_VOLUMES, *keys],
+        [*SCRATCH_VOLUMES, *keys, *tls_volumes],
         ROUTER_PRESTOP_S + _drain_grace_s(cluster),
     )
     made["spec"]["topologySpreadConstraints"] = [podparts.spread(component(cluster, ROUTER))]
@@ -203,7 +209,8 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         flags["kv-cache-fraction"] = f"{engine.kv_cache_fraction:g}"
     if engine.draft_tokens is not None:
         flags["draft-tokens"] = engine.draft_tokens
-    return [f"--{name}={value}" for name, value in (flags | _retention(engine)).items()]
+    made = [f"--{name}={value}" for name, value in (flags | _retention(engine)).items()]
+    return [*made, *tlsobjects.flags(cluster)]
 
 
 def _retention(engine: Engine) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from pd_operator import (
     api,
     apierrors,
+    certmanager,
     conflicts,
     desired,
     notices,
@@ -18,7 +19,9 @@ from pd_operator import (
     samples,
     status,
 )
-from pd_operator.api import Cluster, Role
+from pd_operator.api import Cluster, Role, TlsMode
+from pd_operator.applied import is_applied
+from pd_operator.certificates import Certified, Certifier
 from pd_operator.conflicts import NameTaken, Obstacle, Refused
 from pd_operator.desired import Desired
 from pd_operator.keys import Key
@@ -176,6 +179,7 @@ class Reconciler:
         read_samples: Callable[[Iterable[str]], Awaitable[Samples]] = samples.read,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         scaler: Scaler[Key] | None = None,
+        certifier: Certifier | None = None,
     ) -> None:
         self._backend = backend
         self._settings = settings
@@ -184,6 +188,7 @@ class Reconciler:
         self._read_samples = read_samples
         self._clock = clock
         self._scaler = scaler or Scaler()
+        self._certifier = certifier or Certifier()
         self._written_at: dict[Key, datetime] = {}
         self._calm: dict[Key, _Calm] = {}
         self._told: dict[Key, dict[Role, str]] = {}
@@ -195,6 +200,7 @@ class Reconciler:
         self._calm.pop(key, None)
         self._told.pop(key, None)
         self._scaler.forget(key)
+        self._certifier.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look without an event; None when the object is gone."""
@@ -222,7 +228,7 @@ class Reconciler:
         nothing else will be for as long as nothing changes."""
         try:
             cluster = api.parse(document)
-            desired.check_supported(cluster, self._settings)
+            desired.check_supported(cluster, self._settings, world.absent)
         except api.InvalidCluster as error:
             await self._write_invalid(key, document, error)
             return RESYNC_S, None
@@ -230,17 +236,42 @@ class Reconciler:
         sizes = await self._decide(key, cluster, document, seen, measured)
         if sizes.written:
             seen = observe((await self._backend.observe(key)).children)
+        seen, certified, lacking = await self._certify(key, cluster, seen)
         wanted = pins.keep(self._render(cluster, sizes.replicas), cluster, seen)
+        if certified.secrets:
+            wanted = replace(wanted, surroundings=(*certified.secrets, *wanted.surroundings))
         wanted = _available(wanted, world.absent)
         done = await self._carry_out(key, wanted, seen)
         await self._write_pools(key, cluster, done.seen, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
-        new = conflicts.with_obstacles(new, done.obstacles, previous, now)
+        not_issued = certmanager.not_issued(cluster, done.seen.objects)
+        obstacles = [*lacking, *done.obstacles, *not_issued]
+        new = conflicts.with_obstacles(new, obstacles, previous, now)
         await self._write_status(key, document, new)
+        due_s = max(SOON_S, certified.due_s(self._clock()))
+        again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
         busy = done.plan.operations or done.plan.again_s or sizes.written or is_scaled(cluster)
-        return self._look_again_s(cluster, done), None if busy else new
+        return again_s, None if busy or lacking or due_s < RESYNC_S else new
+
+    async def _certify(
+        self, key: Key, cluster: Cluster, seen: Observed
+    ) -> tuple[Observed, Certified, list[Obstacle]]:
+        """Its own authority is written before anything that it issues: what isn't kept would
+        be another one at the next look."""
+        if cluster.tls is not TlsMode.AUTO:
+            return seen, Certified(), []
+        now = self._clock()
+        settled = self._certifier.settled(key, cluster, seen.objects, now)
+        if settled is not None:
+            return seen, settled, []
+        lacking: list[Obstacle] = []
+        first = rollout.Apply(self._certifier.authority(cluster, seen.objects, now))
+        if not is_applied(first.manifest, seen.objects.get(first.ref)):
+            lacking = await self._perform_all(key, [first])
+            seen = observe((await self._backend.observe(key)).children)
+        return seen, self._certifier.certify(key, cluster, seen.objects, now), lacking
 
     def _render(self, cluster: Cluster, sizes: Mapping[Role, int]) -> Desired:
         """Most looks come a few at a time, at the same version of an object."""

@@ -4,7 +4,7 @@
                          "monitors": [PEER]},
      "monitors": {"enabled": true, "podMonitor": true, "rules": true, "labels": {…},
                   "runbooks": URL},
-     "rdmaResource": "rdma/ib"}
+     "certificates": {"enabled": true}, "rdmaResource": "rdma/ib"}
 
 A PEER is {"namespaceLabels": {…}, "podLabels": {…}}: pods that NetworkPolicies let in.
 """
@@ -30,6 +30,7 @@ def parse(text: str, base: Settings) -> Settings:
     errors: list[FieldError] = []
     node = Node(document, "", errors)
     policies, monitors = node.child_or_empty("networkPolicies"), node.child_or_empty("monitors")
+    certificates = node.child_or_empty("certificates")
     made = replace(
         base,
         network_policies=_switch(policies, "enabled", base.network_policies),
@@ -41,9 +42,10 @@ def parse(text: str, base: Settings) -> Settings:
         pod_monitor=_switch(monitors, "podMonitor", base.pod_monitor),
         rules=_switch(monitors, "rules", base.rules),
         runbooks=_text(monitors, "runbooks"),
+        certificates=_switch(certificates, "enabled", base.certificates),
         rdma_resource=_text(node, "rdmaResource") or base.rdma_resource,
     )
-    for one in (policies, monitors, node):
+    for one in (policies, monitors, certificates, node):
         one.close()
     if errors:
         raise InvalidRendering("\n".join(str(error) for error in errors))

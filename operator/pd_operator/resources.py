@@ -33,6 +33,7 @@ STATEFUL_SET = Resource("StatefulSet", "statefulsets", "apps")
 DEPLOYMENT = Resource("Deployment", "deployments", "apps")
 SERVICE = Resource("Service", "services")
 SERVICE_ACCOUNT = Resource("ServiceAccount", "serviceaccounts")
+SECRET = Resource("Secret", "secrets")
 POD = Resource("Pod", "pods")
 DISRUPTION_BUDGET = Resource("PodDisruptionBudget", "poddisruptionbudgets", "policy")
 NETWORK_POLICY = Resource("NetworkPolicy", "networkpolicies", "networking.k8s.io")
@@ -40,6 +41,8 @@ POD_MONITOR = Resource("PodMonitor", "podmonitors", "monitoring.coreos.com", opt
 PROMETHEUS_RULE = Resource(
     "PrometheusRule", "prometheusrules", "monitoring.coreos.com", optional=True
 )
+CERTIFICATE = Resource("Certificate", "certificates", "cert-manager.io", optional=True)
+ISSUER = Resource("Issuer", "issuers", "cert-manager.io", optional=True)
 LEASE = Resource("Lease", "leases", "coordination.k8s.io")
 EVENT = Resource("Event", "events", "events.k8s.io")
 
@@ -51,8 +54,11 @@ CHILDREN = (
     SERVICE_ACCOUNT,
     DISRUPTION_BUDGET,
     NETWORK_POLICY,
+    SECRET,
     POD_MONITOR,
     PROMETHEUS_RULE,
+    CERTIFICATE,
+    ISSUER,
 )
 """What a PDCluster is made of."""
 

@@ -8,12 +8,14 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
-from pd_operator import apierrors, kept, rollout, store
+from pd_operator import apierrors, kept, rollout, store, tlsplan
 from pd_operator.api import Role
+from pd_operator.certificates import Certifier
 from pd_operator.events import Recorder
 from pd_operator.informer import Informer
 from pd_operator.journal import Journal
@@ -27,7 +29,7 @@ from pd_operator.notices import Notice
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.queue import Again, Queue
 from pd_operator.reconcile import RESYNC_S, Listener, Pace, Reconciler
-from pd_operator.resources import PDCLUSTER, Resource
+from pd_operator.resources import PDCLUSTER, SECRET, WATCHED, Resource
 from pd_operator.scaler import Scaler
 from pd_operator.scaling.types import Decision
 from pd_operator.scraper import Scraper
@@ -58,6 +60,8 @@ class Options:
     settings: Settings = field(default_factory=Settings)
     pace: Pace = field(default_factory=Pace)
     handover_s: float = HANDOVER_S
+    certificate_terms: tlsplan.Terms = field(default_factory=tlsplan.Terms)
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     record_scaling: str = ""  # a file, for `pdcluster explain --replay`
 
 
@@ -89,8 +93,13 @@ class Operator(Listener):
             terms=options.terms,
         )
         self._territory = None if namespaced else Territory(own, self._territory_changed)
+        secrets = options.settings.certificates
         self._informer = Informer(
-            self._kube, options.namespace, self._touched, metrics.watch_restarted
+            self._kube,
+            options.namespace,
+            self._touched,
+            metrics.watch_restarted,
+            resources=[one for one in WATCHED if secrets or one is not SECRET],
         )
         self._scraper = Scraper()
         self._recorder = Recorder(self._kube, options.identity)
@@ -101,6 +110,8 @@ class Operator(Listener):
             pace=options.pace,
             read_samples=self._scraper.read,
             scaler=_scaler(options),
+            certifier=Certifier(options.certificate_terms),
+            clock=options.clock,
         )
         self._queue = Queue(self._work)
         self._looked_at: dict[Key, float] = {}

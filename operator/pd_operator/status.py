@@ -118,8 +118,8 @@ def invalid_status(
     kept = [_from_document(one) for one in previous.get("conditions", [])]
     others = [one for one in kept if one.type not in ("Ready", "Progressing")]
     conditions = [
-        _Condition("Ready", False, "InvalidSpec", text),
-        _Condition("Progressing", False, "InvalidSpec", "what runs stays as it is"),
+        _Condition("Ready", False, error.reason, text),
+        _Condition("Progressing", False, error.reason, "what runs stays as it is"),
         *others,
     ]
     documents = _documents(conditions, generation, previous, now)

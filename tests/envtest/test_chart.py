@@ -118,6 +118,8 @@ def test_rights_are_exactly_the_operators() -> None:
     wide = rendered()
     name = f"{NAMESPACE}-pdcluster"
     assert rules_of(wide, "ClusterRole", name) == wanted["namespaced"] + wanted["clusterWide"]
+    more = rules_of(rendered("--set", "certificates.enabled=true"), "ClusterRole", name)
+    assert more == wanted["namespaced"] + wanted["certificates"] + wanted["clusterWide"]
     assert rules_of(wide, "Role", "pdcluster-lease") == wanted["lease"]
     narrow = rendered("--set", "watchNamespace=serving")
     assert rules_of(narrow, "Role", "pdcluster") == wanted["namespaced"]

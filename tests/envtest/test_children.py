@@ -77,6 +77,7 @@ CLUSTERS: dict[str, Mapping[str, Any]] = {
         "spec.model.source": {"persistentVolumeClaim": {"claimName": "models", "path": "a/b"}},
     },
     "image": {"spec.model.source": {"image": "models/llama:3"}},
+    "certificates": {"spec.security": {"tls": {"mode": "Auto"}}},
 }
 
 

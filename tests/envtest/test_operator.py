@@ -22,33 +22,37 @@ REST_S = 3.0
 DEADLINE_S = 110.0
 
 
-MONITORING = [
-    {
+def kinds(group: str, **named: str) -> list[Manifest]:
+    """CRDs of others, as far as tests need them: the plural of each kind."""
+    return [_kind(group, kind, plural) for kind, plural in named.items()]
+
+
+def _kind(group: str, kind: str, plural: str) -> Manifest:
+    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    version = {
+        "name": "v1",
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {"status": {}},
+    }
+    return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.monitoring.coreos.com"},
+        "metadata": {"name": f"{plural}.{group}"},
         "spec": {
-            "group": "monitoring.coreos.com",
+            "group": group,
             "scope": "Namespaced",
             "names": {"plural": plural, "singular": kind.lower(), "kind": kind},
-            "versions": [
-                {
-                    "name": "v1",
-                    "served": True,
-                    "storage": True,
-                    "schema": {
-                        "openAPIV3Schema": {
-                            "type": "object",
-                            "x-kubernetes-preserve-unknown-fields": True,
-                        }
-                    },
-                }
-            ],
+            "versions": [version],
         },
     }
-    for plural, kind in (("podmonitors", "PodMonitor"), ("prometheusrules", "PrometheusRule"))
-]
-"""Kinds of Prometheus' operator, as far as tests need them."""
+
+
+MONITORING = kinds(
+    "monitoring.coreos.com", PodMonitor="podmonitors", PrometheusRule="prometheusrules"
+)
+CERT_MANAGER = kinds("cert-manager.io", Certificate="certificates", Issuer="issuers")
 
 
 def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
@@ -70,7 +74,9 @@ async def at_rest(stage: Scene) -> None:
 
 def test_a_life(own_kube: EnvTest, namespace: str, audit: Audit, run):
     """Creation, rest, a restart, scaling, a rollout, deletion: with the rights that it has."""
-    account = own_kube.service_account(namespace, "operator", rules=rules("namespaced", "lease"))
+    account = own_kube.service_account(
+        namespace, "operator", rules=rules("namespaced", "certificates", "lease")
+    )
 
     def written() -> list[str]:
         writes = audit.writes(user=f"{namespace}:operator")

@@ -146,7 +146,7 @@ def test_an_operator_that_was_paused_writes_nothing_after_another_took_over(
     own_kube: EnvTest, namespace: str, audit: Audit, run, tmp_path: Path
 ):
     """SIGSTOP in the middle of work, beyond the lease; then SIGCONT."""
-    given = rules("namespaced", "lease")
+    given = rules("namespaced", "certificates", "lease")
     one = own_kube.service_account(namespace, "one", rules=given)
     two = own_kube.service_account(namespace, "two", rules=given)
     names = [f"chat-{n}" for n in range(8)]
@@ -199,7 +199,9 @@ def test_killed_for_real_and_started_again(
 ):
     """SIGKILL of the process in a creation and in a rollout. Its successor waits out the lease,
     and goes on."""
-    account = own_kube.service_account(namespace, "killed", rules=rules("namespaced", "lease"))
+    account = own_kube.service_account(
+        namespace, "killed", rules=rules("namespaced", "certificates", "lease")
+    )
 
     async def scenario() -> None:
         scope = f"--namespace={namespace}"

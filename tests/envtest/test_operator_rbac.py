@@ -15,15 +15,17 @@ from e2e.cluster.audit import Audit
 from e2e.cluster.envtest import EnvTest
 from pd_operator import reconcile
 from pd_operator.podparts import Settings
-from pd_operator.resources import BY_KIND
+from pd_operator.resources import BY_KIND, CERTIFICATE, ISSUER, SECRET
 from tests.envtest.access import rules
 from tests.envtest.operating import Watching, looking_on, operating
 from tests.envtest.podstub import running
-from tests.envtest.test_operator import MONITORING
+from tests.envtest.test_operator import CERT_MANAGER, MONITORING
 from tests.pd_operator.objects import cluster, document, rendered
 
 pytestmark = pytest.mark.usefixtures("crds")
 DEADLINE_S = 115.0
+CERTIFYING = (SECRET, CERTIFICATE, ISSUER)
+AUTO = {"spec.security": {"tls": {"mode": "Auto"}}}
 Pair = tuple[str, str]
 
 
@@ -34,9 +36,9 @@ def pairs(given: list[dict[str, Any]]) -> set[Pair]:
 
 @pytest.fixture
 def monitoring(own_kube: EnvTest, tmp_path: Path):
-    """The monitoring kinds, so that the rules about them are needed."""
+    """Kinds of others, so that the rules about them are needed."""
     file = tmp_path / "monitoring.yaml"
-    file.write_text(yaml.safe_dump_all(MONITORING))
+    file.write_text(yaml.safe_dump_all([*MONITORING, *CERT_MANAGER]))
     names = install_crds(own_kube.api, [file])
     yield
     for name in names:
@@ -45,7 +47,7 @@ def monitoring(own_kube: EnvTest, tmp_path: Path):
 
 async def everything(there: Watching) -> None:
     """What makes the operator use all its rights."""
-    await there.create(document())
+    await there.create(document(**AUTO))
     await there.until_ready("chat")
     await there.edit("chat", {"decode": {"replicas": 2, "engine": {"maxRunning": 8}}})
     await there.until_ready("chat")
@@ -54,6 +56,26 @@ async def everything(there: Watching) -> None:
     for edit in (one, two):
         await there.edit("chat", edit)
         await there.until_ready("chat")
+    await with_cert_manager(there)
+    await there.edit("chat", {"security": None})
+
+    async def no_certificates() -> bool:
+        lists = [await there.api.list(one, there.namespace) for one in CERTIFYING]
+        return not any(one.items for one in lists)
+
+    await there.until("its certificates have gone", no_certificates)
+
+
+async def with_cert_manager(there: Watching) -> None:
+    """Its objects too, of names that somebody has for a while."""
+    taken = (("Certificate", "chat-cert-router"), ("Issuer", "chat-cert-ca"))
+    for kind, name in taken:
+        await make(there, kind, name)
+    await there.edit("chat", {"security": {"tls": {"mode": "CertManager"}}})
+    await there.until_condition("chat", "Ready", "NameTaken")
+    for kind, name in taken:
+        await there.delete(kind, name)
+    await there.until_ready("chat")
 
 
 def test_every_right_is_used(
@@ -61,7 +83,7 @@ def test_every_right_is_used(
 ):
     del monitoring
     monkeypatch.setattr(reconcile, "RETRY_S", 0.5)
-    given = rules("namespaced", "lease")
+    given = rules("namespaced", "certificates", "lease")
     account = own_kube.service_account(namespace, "full", rules=given)
     user = f"{namespace}:full"
 
@@ -75,7 +97,7 @@ def test_every_right_is_used(
             for kind, name in taken:
                 await make(there, kind, name)
             async with operating(account, namespace):
-                await there.create(document())
+                await there.create(document(**AUTO))
                 await there.until_condition("chat", "Ready", "NameTaken")
                 for kind, name in taken:
                     await there.delete(kind, name)
@@ -113,6 +135,7 @@ TAKEN = (
     ("PodDisruptionBudget", "chat-router"),
     ("NetworkPolicy", "chat-router"),
     ("PDPool", "chat-decode"),
+    ("Secret", "chat-tls-ca"),
     ("PodMonitor", "chat"),
     ("PrometheusRule", "chat"),
 )
@@ -157,21 +180,22 @@ def test_without_any_rule_something_fails(
 ):
     del monitoring
     monkeypatch.setattr(reconcile, "RETRY_S", 0.5)
-    namespaced, own = rules("namespaced"), rules("lease")
+    whole = {part: rules(part) for part in ("namespaced", "certificates", "lease")}
+    all_rules = [one for given in whole.values() for one in given]
     cases = [
-        ("namespaced", number, namespaced[:number] + namespaced[number + 1 :], own)
-        for number in range(len(namespaced))
+        (part, number, [one for one in all_rules if one != removed])
+        for part, given in whole.items()
+        for number, removed in enumerate(given)
     ]
-    cases.append(("lease", 0, namespaced, []))
 
-    async def refused(part: str, number: int, kept: list[Any], lease: list[Any]) -> None:
+    async def refused(part: str, number: int, kept: list[Any]) -> None:
         namespace = f"rbac-{secrets.token_hex(4)}"
         for kind, metadata in (
             ("Namespace", {"name": namespace}),
             ("ServiceAccount", {"name": "default", "namespace": namespace}),
         ):
             own_kube.api.create({"apiVersion": "v1", "kind": kind, "metadata": metadata})
-        account = own_kube.service_account(namespace, "less", rules=kept + lease)
+        account = own_kube.service_account(namespace, "less", rules=kept)
         removed = rules(part)[number]
 
         async def seen() -> bool:
@@ -185,13 +209,13 @@ def test_without_any_rule_something_fails(
             running(own_kube.kubeconfig, namespace),
             operating(account, namespace, clean=False),
         ):
-            await there.create(document())
+            await there.create(document(**AUTO))
             await there.until(f"without {removed} something is refused", seen)
 
     async def scenario() -> None:
         slots = asyncio.Semaphore(4)
 
-        async def one(case: tuple[str, int, list[Any], list[Any]]) -> None:
+        async def one(case: tuple[str, int, list[Any]]) -> None:
             async with slots:
                 await refused(*case)
 
@@ -205,7 +229,7 @@ def test_a_cluster_wide_operator_needs_to_list_leases(
 ):
     """Without that right it can't tell which namespaces are its own, and writes nothing."""
     account = own_kube.service_account(
-        namespace, "blind", rules=rules("lease"), cluster_rules=rules("namespaced")
+        namespace, "blind", rules=rules("lease"), cluster_rules=rules("namespaced", "certificates")
     )
 
     async def scenario() -> None:

@@ -235,3 +235,12 @@ def test_nothing_is_left_of_a_sender_that_was_killed(run: Run, root: Path) -> No
         assert set(os.listdir("/dev/shm")) == files
 
     run(body())
+
+
+def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        shm._same_user(ours)
+        monkeypatch.setattr(shm.os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ConnectionRefusedError, match="belongs to user"):
+            shm._same_user(ours)

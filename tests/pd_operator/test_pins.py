@@ -56,6 +56,8 @@ EDITS: list[tuple[dict[str, Any], set[Role]]] = [
     ({"spec.decode.engine.maxRunning": 64}, set()),  # the default, spelled out
     ({"spec.decode.engine.speculation": {"method": "none"}}, {Role.DECODE}),
     ({"spec.kvTransfer": {"transport": "auto"}}, set()),
+    ({"spec.security": {"tls": {"mode": "Disabled"}}}, set()),
+    ({"spec.security": {"tls": {"mode": "Auto"}}}, {Role.PREFILL, Role.DECODE}),
     ({"metadata.annotations": {"other": "1"}}, set()),
     ({"spec.decode.engine.maxRunning": 8}, {Role.DECODE}),
     ({"spec.decode.engine.blockTokens": 32}, {Role.DECODE}),

@@ -22,17 +22,19 @@ WHOLE: dict[str, Any] = {
         "labels": {"release": "prometheus"},
         "runbooks": "https://wiki.example",
     },
+    "certificates": {"enabled": True},
     "rdmaResource": "rdma/hca",
 }
 
 
 def test_all_of_it() -> None:
-    made = rendering.parse(json.dumps(WHOLE), Settings(engine_image="e"))
+    made = rendering.parse(json.dumps(WHOLE), Settings(engine_image="e", certificates=False))
     assert made.operators == (Peer({"a": "b"}, {"c": "d"}),)
     assert made.clients == (Peer({"team": "x"}),)
     assert made.monitors_from == (Peer(),)
     assert (made.network_policies, made.monitors) == (True, False)
     assert (made.pod_monitor, made.rules) == (True, False)
+    assert made.certificates
     assert made.runbooks == "https://wiki.example"
     assert made.monitor_labels == {"release": "prometheus"}
     assert (made.engine_image, made.rdma_resource) == ("e", "rdma/hca")
@@ -52,6 +54,7 @@ def test_nothing_is_the_defaults() -> None:
         ('{"networkPolicies": {"clients": [{"pods": {}}]}}', "clients[0].pods: is not a known"),
         ('{"monitors": {"labels": {"a": 1}}}', "monitors.labels.a: is 1"),
         ('{"monitors": {"rules": "no"}}', "monitors.rules: is 'no'"),
+        ('{"certificates": {"enabled": 1}}', "certificates.enabled: is 1"),
         ('{"rdmaResource": 3}', "rdmaResource: is 3"),
         ('{"else": 1}', "else: is not a known field"),
     ],

@@ -64,6 +64,7 @@ operator itself is let in to the routers' admin ports, to read how they fare. */
         "clients" .Values.networkPolicies.clients
         "monitors" .Values.networkPolicies.monitors)
       "monitors" .Values.monitors
+      "certificates" .Values.certificates
       "rdmaResource" .Values.rdmaResource | toJson }}
 {{- end }}
 

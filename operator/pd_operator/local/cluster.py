@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pd_operator import api, httpget
+from pd_operator import api, httpget, tlsplan
+from pd_operator.certificates import Certifier
 from pd_operator.journal import Journal
 from pd_operator.keys import Key
 from pd_operator.local import support
@@ -41,7 +42,7 @@ _PACE = Pace(glance_s=5.0, status_s=0.0)
 _ABSENT = frozenset(
     {
         *("PDPool", "PodDisruptionBudget", "NetworkPolicy"),
-        *("ServiceAccount", "PodMonitor", "PrometheusRule"),
+        *("ServiceAccount", "PodMonitor", "PrometheusRule", "Certificate", "Issuer"),
     }
 )
 """Kinds that mean nothing on one machine."""
@@ -61,6 +62,7 @@ class Options:
     cache: Path = field(default_factory=cache_root)
     settings: Settings = field(default_factory=Settings)
     backoff: Backoff = field(default_factory=Backoff)
+    certificate_terms: tlsplan.Terms = field(default_factory=tlsplan.Terms)
 
 
 class LocalBackend:
@@ -120,7 +122,11 @@ class LocalCluster:
         journal = Journal(self.logs / DECISIONS)
         journal.clear()  # those of an `up` before
         reconciler = Reconciler(
-            self._backend, options.settings, pace=_PACE, listener=_Decisions(journal)
+            self._backend,
+            options.settings,
+            pace=_PACE,
+            listener=_Decisions(journal),
+            certifier=Certifier(options.certificate_terms),
         )
         self._queue = Queue(reconciler.reconcile)
         self._key: Key | None = None
@@ -138,6 +144,10 @@ class LocalCluster:
     @property
     def logs(self) -> Path:
         return self._folder.path / "logs"
+
+    @property
+    def pods(self) -> tuple[Pod, ...]:
+        return self._kubelet.pods
 
     def router_admins(self) -> list[tuple[str, int]]:
         """Where the routers that are ready answer about metrics and requests."""

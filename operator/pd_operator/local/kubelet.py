@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pd_operator import tlsobjects
 from pd_operator.desired import revision_of
 from pd_operator.local.container import Backoff, PodContext, Publication
 from pd_operator.local.network import AddressTaken, Subnet
 from pd_operator.local.pod import Pod
 from pd_operator.local.state import write_json
-from pd_operator.local.volumes import Volumes
+from pd_operator.local.volumes import SecretFolders, Volumes
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
 from pd_operator.status import timestamp
@@ -24,6 +25,7 @@ from pd_operator.status import timestamp
 log = logging.getLogger("pd_operator.local")
 
 _NODE = "localhost"
+SECRET = "Secret"
 _TEMPLATE_LABEL = "pod-template-hash"
 _HOSTS_ENV = "PD_HOSTS_FILE"
 _UNKILLABLE_S = 5.0
@@ -73,6 +75,7 @@ class Kubelet:
         self._stops: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
         self._serial = itertools.count(1)
+        self._secrets = SecretFolders(places.state / "secrets")
         self._hosts: dict[str, list[str]] | None = None  # as the file has it
         self._closing = False
         self._sync_due = False
@@ -97,6 +100,8 @@ class Kubelet:
         created = metadata.get("creationTimestamp", timestamp(datetime.now(UTC)))
         stored["metadata"]["creationTimestamp"] = created
         stored["metadata"]["uid"] = metadata.get("uid", str(uuid.uuid4()))
+        if ref.kind == SECRET:
+            self._secrets.write(ref.name, tlsobjects.decoded(stored))
         self._objects[ref] = stored
         self._changed()
 
@@ -107,6 +112,8 @@ class Kubelet:
     def delete(self, ref: Ref) -> None:
         """Its pods end as if scaled to zero."""
         self._objects.pop(ref, None)
+        if ref.kind == SECRET:
+            self._secrets.remove(ref.name)
         self._changed()
 
     def objects(self) -> Iterator[Manifest]:
@@ -222,7 +229,7 @@ class Kubelet:
         name = document["metadata"]["name"]
         folder = self._places.state / "pods" / name
         memory = self._places.memory / name
-        volumes = Volumes(document, folder / "volumes", memory, self._places.shared)
+        volumes = Volumes(document, folder / "volumes", memory, self._places.shared, self._secrets)
         return PodContext(
             pod=document,
             folder=folder,

@@ -9,6 +9,7 @@ from pd_operator.api import (
     Pool,
     Source,
     Template,
+    TlsMode,
 )
 from pd_operator.fields import FieldError
 
@@ -17,7 +18,7 @@ _KUBERNETES = "is for Kubernetes"
 
 def check(cluster: Cluster) -> None:
     """Raises `InvalidCluster` with everything that can't be had here."""
-    errors = [*_source(cluster), *_transport(cluster)]
+    errors = [*_source(cluster), *_transport(cluster), *_tls(cluster)]
     for path, template in _templates(cluster):
         errors += _volumes(path, template)
     for pool in cluster.pools:
@@ -71,6 +72,13 @@ def _transport(cluster: Cluster) -> list[FieldError]:
         return []
     problem = f"{cluster.transport} is not supported on this machine yet"
     return [FieldError("spec.kvTransfer.transport", problem, "write auto, tcp or shm")]
+
+
+def _tls(cluster: Cluster) -> list[FieldError]:
+    if cluster.tls is not TlsMode.CERT_MANAGER:
+        return []
+    problem = f"is CertManager, which {_KUBERNETES}"
+    return [FieldError("spec.security.tls.mode", problem, "write Auto or Disabled")]
 
 
 def _scaling(pool: Pool) -> list[FieldError]:
