@@ -93,7 +93,8 @@ def test_every_right_is_used(
             running(own_kube.kubeconfig, namespace),
         ):
             # Something of each kind is there already: to be looked at, and to be let alone.
-            taken = (*TAKEN, ("StatefulSet", rendered(cluster()).pools[0].name))
+            this = cluster(**AUTO, **{"metadata.namespace": namespace})
+            taken = (*TAKEN, ("StatefulSet", rendered(this).pools[0].name))
             for kind, name in taken:
                 await make(there, kind, name)
             async with operating(account, namespace):
