@@ -7,7 +7,7 @@ the other. Then one `both` worker on both cores, without chunks and with them.
 
 Inter-token latencies are the gaps between a chat's events as the client sees them, while
 the prompt is computed and handed over: from its arrival to its second token. Nobody guesses
-tokens here: with speculation several come at once, and gaps would tell of that instead.
+tokens there. The same again with guesses, of PD alone: tokens that come at once count once.
 
 Beside another long prompt, without chats, short prompts come to the same prefill worker: how
 much longer than alone they wait for their first token.
@@ -43,6 +43,7 @@ CHUNK = 512
 _BUSY_CORE, _DECODE_CORE = {0}, {1}
 _CHAT_TOKENS = 1500
 _NO_GUESSES = {"method": "none"}
+_AT_ONCE_S = 0.002  # tokens closer than this came in one event
 _ENOUGH = 500  # gaps a phase, all rounds together
 _HEAD = ("phase", "gaps", "ITL p50 ms", "p99 ms", "max ms", "long TTFT s")
 
@@ -55,12 +56,23 @@ class Plan:
     quiet_s: float
     chunks: tuple[int, ...]
     short_rounds: int
+    guess_rounds: int
     short_tokens: int = 100
     short_every_s: float = 1.0
 
 
-FULL = Plan(6000, rounds=5, both_rounds=2, quiet_s=12.0, chunks=(512, 256, 128), short_rounds=2)
-QUICK = Plan(600, rounds=1, both_rounds=1, quiet_s=2.0, chunks=(128,), short_rounds=1)
+FULL = Plan(
+    6000,
+    rounds=5,
+    both_rounds=2,
+    quiet_s=12.0,
+    chunks=(512, 256, 128),
+    short_rounds=2,
+    guess_rounds=2,
+)
+QUICK = Plan(
+    600, rounds=1, both_rounds=1, quiet_s=2.0, chunks=(128,), short_rounds=1, guess_rounds=1
+)
 
 
 @dataclass(slots=True)
@@ -126,7 +138,7 @@ class Chats:
             (b - start, b - a)
             for times in self._times
             for a, b in pairwise(times)
-            if b > start and a < end
+            if b > start and a < end and b - a > _AT_ONCE_S
         ]
 
     async def until_past(self, moment: float) -> None:
@@ -194,13 +206,17 @@ def pin_cluster(cluster: Cluster) -> None:
 
 
 async def pd_rounds(
-    cluster: Cluster, plan: Plan, prompts: Iterator[str], control: Callable[[], Awaitable[None]]
+    cluster: Cluster,
+    plan: Plan,
+    rounds: int,
+    prompts: Iterator[str],
+    control: Callable[[], Awaitable[None]],
 ) -> dict[str, list[Phase]]:
     """Interleaved rounds of each phase, and the long prompt alone."""
     chats = Chats(cluster.port)
     found: dict[str, list[Phase]] = {"alone": [], "quiet": [], "control": [], "PD": []}
 
-    for _ in range(plan.rounds):
+    for _ in range(rounds):
         found["alone"].append(Phase(ttft_s=await long_prompt(cluster.port, next(prompts))))
         found["quiet"].append(await measure(chats, partial(asyncio.sleep, plan.quiet_s)))
         found["control"].append(await measure(chats, control))
@@ -247,11 +263,12 @@ async def both_rounds(
 
 
 def run_pd(
-    folder: Path, plan: Plan, prompts: Iterator[str]
+    folder: Path, plan: Plan, prompts: Iterator[str], guesses: bool
 ) -> tuple[dict[str, list[Phase]], Shorts]:
+    decode = {"threads": 1} | ({} if guesses else {"speculation": _NO_GUESSES})
     pools = {
         "prefill": {"replicas": 1, "engine": {"threads": 1, "chunkTokens": CHUNK}},
-        "decode": {"replicas": 1, "engine": {"threads": 1, "speculation": _NO_GUESSES}},
+        "decode": {"replicas": 1, "engine": decode},
     }
     with (
         tempfile.TemporaryDirectory() as work,
@@ -259,8 +276,9 @@ def run_pd(
         serving(spec(folder, dtype="auto", **pools), Path(work)) as cluster,
     ):
         pin_cluster(cluster)
-        found = asyncio.run(pd_rounds(cluster, plan, prompts, control))
-        shorts = asyncio.run(short_rounds(cluster, plan, prompts))
+        rounds = plan.guess_rounds if guesses else plan.rounds
+        found = asyncio.run(pd_rounds(cluster, plan, rounds, prompts, control))
+        shorts = Shorts() if guesses else asyncio.run(short_rounds(cluster, plan, prompts))
         pin(0, _BUSY_CORE | _DECODE_CORE)
         return found, shorts
 
@@ -307,7 +325,7 @@ def main(quick: bool) -> None:
     prompts = (prompt_of(tokenizer, plan.long_tokens, 1000 + i) for i in range(10_000))
 
     print(f"about {1 if quick else 25} minutes; nothing else should run meanwhile", flush=True)
-    pd, shorts = run_pd(folder, plan, prompts)
+    pd, shorts = run_pd(folder, plan, prompts, guesses=False)
     for name in ("quiet", "control", "PD"):
         check_samples(name, pd[name], quick)
     # Shown at once: the rest takes minutes more.
@@ -318,6 +336,8 @@ def main(quick: bool) -> None:
         for n, t in (("alone", shorts.alone), ("beside", shorts.beside))
     ]
     print(table(("short prompts", "count", "TTFT s, median", "max"), waits), flush=True)
+    guessing, _ = run_pd(folder, plan, prompts, guesses=True)
+    rows += [row(f"guesses, {name}", phases) for name, phases in guessing.items()]
     both = run_both(folder, plan, prompts, chunk=0)
     chunked = {chunk: run_both(folder, plan, prompts, chunk) for chunk in plan.chunks}
     best = min(chunked, key=lambda c: ratio(chunked[c]["during"], chunked[c]["quiet"], 99))
@@ -331,7 +351,10 @@ def main(quick: bool) -> None:
         "prefill and decode apart": pd["PD"][0].samples,
         "nothing but the chats": pd["quiet"][0].samples,
     }
-    draw(series, f"Four chats while a prompt of {plan.long_tokens:,} tokens is computed", quick)
+    title = f"Four chats while a prompt of {plan.long_tokens:,} tokens is computed"
+    draw("interference.png", series, title, quick)
+    series = {name: guessing[name][0].samples for name in ("PD", "control", "quiet")}
+    draw("interference-guesses.png", series, f"{title}, with guesses", quick)
 
     ttft = [p.ttft_s or 0.0 for p in pd["PD"]]
     alone = [p.ttft_s or 1.0 for p in pd["alone"]]
@@ -339,6 +362,7 @@ def main(quick: bool) -> None:
         "pd_itl_p50_ratio": ratio(pd["PD"], pd["quiet"], 50),
         "pd_itl_p99_ratio": ratio(pd["PD"], pd["quiet"], 99),
         "pd_itl_p99_vs_control": ratio(pd["PD"], pd["control"], 99),
+        "guessing_itl_p99_vs_control": ratio(guessing["PD"], guessing["control"], 99),
         "short_ttft_ratio": median(shorts.beside) / median(shorts.alone),
         "both_itl_p99_ratio": ratio(both["during"], both["quiet"], 99),
         "chunked_itl_p99_ratio": ratio(chunked[best]["during"], chunked[best]["quiet"], 99),

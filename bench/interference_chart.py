@@ -7,8 +7,10 @@ from bench.common import OUT, ROOT
 _COLORS = ("#d1495b", "#edae49", "#00798c", "#8d99ae")
 
 
-def draw(series: Mapping[str, Sequence[tuple[float, float]]], title: str, quick: bool) -> None:
-    """Writes bench/out/interference.png, and the README's copy after a whole run.
+def draw(
+    file: str, series: Mapping[str, Sequence[tuple[float, float]]], title: str, quick: bool
+) -> None:
+    """Writes bench/out/FILE, and the documents' copy after a whole run.
 
     `series`: name -> (seconds since the prompt came, gap in seconds) of all chats.
     """
@@ -18,7 +20,7 @@ def draw(series: Mapping[str, Sequence[tuple[float, float]]], title: str, quick:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4.6), dpi=120)
-    for (name, samples), color in zip(series.items(), _COLORS, strict=True):
+    for (name, samples), color in zip(series.items(), _COLORS, strict=False):
         ordered = sorted(samples)
         worst_ms = max(gap for _, gap in ordered) * 1000
         axes.plot(
@@ -38,9 +40,6 @@ def draw(series: Mapping[str, Sequence[tuple[float, float]]], title: str, quick:
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, -0.14), ncols=2)
     OUT.mkdir(parents=True, exist_ok=True)
-    figure.savefig(OUT / "interference.png", bbox_inches="tight", facecolor="white")
-    if not quick:
-        figure.savefig(
-            ROOT / "docs" / "images" / "interference.png", bbox_inches="tight", facecolor="white"
-        )
+    for folder in (OUT,) if quick else (OUT, ROOT / "docs" / "images"):
+        figure.savefig(folder / file, bbox_inches="tight", facecolor="white")
     plt.close(figure)
