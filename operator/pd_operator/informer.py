@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -23,7 +23,8 @@ from pd_operator.store import Packing, Store, name_of
 
 log = logging.getLogger("pd_operator.informer")
 
-MANAGED = "app.kubernetes.io/managed-by=pdcluster-operator"
+_MANAGED_BY = ("app.kubernetes.io/managed-by", "pdcluster-operator")
+MANAGED = "=".join(_MANAGED_BY)
 LIST_TIMEOUT_S = 60.0
 WATCH_S = (300.0, 600.0)
 BACKOFF_S = (0.2, 5.0)
@@ -32,6 +33,12 @@ ABSENT_S = 30.0
 """How often we look whether an optional kind has appeared."""
 FRESH_S = 100.0
 """Watches say something every 60 s at least: a bookmark."""
+
+
+def is_watched(item: Mapping[str, Any]) -> bool:
+    """Whether watches of children tell of it."""
+    name, value = _MANAGED_BY
+    return (item["metadata"].get("labels") or {}).get(name) == value
 
 
 PACKING = Packing(

@@ -10,7 +10,7 @@ from typing import Any
 
 from pd_operator import apierrors, conflicts
 from pd_operator.conflicts import NameTaken, Taken
-from pd_operator.informer import Informer
+from pd_operator.informer import Informer, is_watched
 from pd_operator.keys import Key
 from pd_operator.kube import REPLICAS_MANAGER, STATUS_MANAGER, Kube
 from pd_operator.observed import Ref
@@ -74,8 +74,11 @@ class KubeBackend:
             found = await self._kube.get(resource, key.namespace, manifest["metadata"]["name"])
             if not conflicts.is_owned(found, uid):
                 raise NameTaken(_taken({"kind": resource.kind, **found})) from None
-            self._informer.wrote(resource.kind, found)
-            raise
+            if is_watched(found):
+                self._informer.wrote(resource.kind, found)
+                raise
+            # Somebody took the label by which we watch: nothing would tell us of it.
+            made = await self._kube.apply(resource, _with_metadata(manifest, _preconditions(found)))
         self._informer.wrote(resource.kind, made)
 
     async def scale(self, key: Key, ref: Ref, replicas: int) -> None:

@@ -44,6 +44,7 @@ class PodView:
     problem: Problem | None
     created: str = ""
     homeless: bool = False
+    template: str = ""  # of a Deployment: which version of it
 
     @property
     def serves(self) -> bool:
@@ -77,6 +78,11 @@ class Observed:
     objects: Mapping[Ref, Manifest]
     sets: tuple[SetView, ...]
     routers: tuple[PodView, ...]
+
+    @property
+    def routers_roll(self) -> bool:
+        """There are routers of two versions."""
+        return len({pod.template for pod in self.routers if not pod.terminating}) > 1
 
     def pool_sets(self, role: Role) -> tuple[SetView, ...]:
         return tuple(item for item in self.sets if item.role is role)
@@ -139,6 +145,7 @@ def pod_view(item: Manifest) -> PodView:
         problem=_problem(item),
         created=metadata.get("creationTimestamp", ""),
         homeless=_condition(status, "PodScheduled") == "False",
+        template=_label(item, "pod-template-hash"),
     )
 
 

@@ -46,9 +46,9 @@ def status_of(
     pools = [_pool_ready(pool.role, pool.replicas, observed) for pool in desired.pools]
     router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
     conditions = [
-        _ready([*pools, router], plan),
+        _ready([*pools, router], plan, observed),
         _available(desired, observed),
-        _progressing(plan),
+        _progressing(plan, observed),
         _degraded(observed),
         *pools,
         router,
@@ -214,12 +214,12 @@ def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
     return None
 
 
-def _ready(parts: Sequence[_Condition], plan: Plan) -> _Condition:
+def _ready(parts: Sequence[_Condition], plan: Plan, observed: Observed) -> _Condition:
     for part in parts:
         if not part.status:
             return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
-    if plan.rolling or plan.leaving:
-        return _Condition("Ready", False, "RollingOut", _rolling_text(plan))
+    if rolling := _rolling_text(plan, observed):
+        return _Condition("Ready", False, "RollingOut", rolling)
     if all(part.reason == "ScaledToZero" for part in parts[:-1]):
         return _Condition("Ready", True, "ScaledToZero")
     return _Condition("Ready", True, "AllReady")
@@ -235,19 +235,22 @@ def _available(desired: Desired, observed: Observed) -> _Condition:
     return _Condition("Available", True, "Serving")
 
 
-def _rolling_text(plan: Plan) -> str:
-    texts = [f"{' and '.join(sorted(plan.rolling))} on the way to a new revision"]
+def _rolling_text(plan: Plan, observed: Observed) -> str:
+    """Empty: everything is of its newest version."""
+    rolling = sorted(plan.rolling) + ["router"] * observed.routers_roll
+    texts = []
+    if rolling:
+        texts.append(f"{' and '.join(rolling)} on the way to a new revision")
     if plan.leaving:
-        leaving = f"{' and '.join(sorted(plan.leaving))} on the way out"
-        texts = [*texts, leaving] if plan.rolling else [leaving]
+        texts.append(f"{' and '.join(sorted(plan.leaving))} on the way out")
     return "; ".join(texts)
 
 
-def _progressing(plan: Plan) -> _Condition:
+def _progressing(plan: Plan, observed: Observed) -> _Condition:
     if plan.blocked:
         return _Condition("Progressing", False, "RolloutBlocked", plan.blocked)
-    if plan.rolling or plan.leaving:
-        return _Condition("Progressing", True, "RollingOut", _rolling_text(plan))
+    if rolling := _rolling_text(plan, observed):
+        return _Condition("Progressing", True, "RollingOut", rolling)
     if plan.held:
         return _Condition("Progressing", False, "ScaleInHeld", plan.held)
     if plan.operations:

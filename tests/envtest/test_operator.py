@@ -10,6 +10,7 @@ import pytest
 from e2e.cluster.audit import Audit
 from e2e.cluster.envtest import EnvTest, Kube
 from pd_operator import apierrors, reconcile
+from pd_operator.informer import is_watched
 from pd_operator.podparts import Manifest
 from pd_operator.resources import BY_KIND, EVENT, POD_MONITOR, PROMETHEUS_RULE, SERVICE
 from tests.envtest.access import rules
@@ -169,6 +170,38 @@ def test_children_deleted_and_edited_by_hand(kube: Kube, namespace: str, run):
             await there.until("our fields are back", repaired)
             found = await there.get("Service", "chat-router")
             assert found["metadata"]["annotations"]["example.com/note"] == "theirs"
+            await there.until_ready("chat")
+            await at_rest(stage)
+
+    run(scenario(), DEADLINE_S)
+
+
+@pytest.mark.parametrize("label", [None, "Helm"])
+def test_the_label_by_which_children_are_watched_comes_back(
+    kube: Kube, namespace: str, run, label: str | None
+):
+    """Without it no watch tells of the child any more."""
+
+    async def scenario() -> None:
+        async with scene(kube.kubeconfig, namespace) as stage:
+            there = stage.there
+            await there.create(document())
+            await there.until_ready("chat")
+            change = {"metadata": {"labels": {"app.kubernetes.io/managed-by": label}}}
+            names = [
+                (one["kind"], one["metadata"]["name"])
+                for one in await there.objects()
+                if one["kind"] not in ("Pod", "PDCluster")
+            ]
+            for kind, name in names:
+                await there.api.patch(BY_KIND[kind], namespace, name, change)
+
+            async def healed() -> bool:
+                found = [await there.get(kind, name) for kind, name in names]
+                return all(map(is_watched, found))
+
+            await there.until("all children are watched again", healed)
+            await there.edit("chat", {"decode": {"engine": {"maxRunning": 8}}})
             await there.until_ready("chat")
             await at_rest(stage)
 

@@ -13,7 +13,7 @@ from pd_operator.api import Cluster, Role
 from pd_operator.measured import Samples
 from pd_operator.observed import observe
 from pd_operator.podparts import Manifest
-from tests.pd_operator.objects import cluster, document, pod, pool_set, rendered, running
+from tests.pd_operator.objects import cluster, document, pod, pool_set, rendered, routers, running
 
 NOW = "2026-01-01T00:00:00Z"
 LATER = "2026-01-01T00:01:00Z"
@@ -158,6 +158,24 @@ def test_a_rollout_that_is_blocked_says_so() -> None:
     made = status_of(cluster(**changed), running(rendered(cluster(**fields))))
     assert condition(made, "Progressing")[:2] == ("False", "RolloutBlocked")
     assert condition(made, "Available")[0] == "True"
+
+
+@pytest.mark.parametrize("terminating", [False, True])
+def test_routers_of_two_versions_are_a_rollout(terminating: bool) -> None:
+    """As long as the old one isn't on its way out: then the new one has taken its place."""
+    wanted = rendered(cluster())
+    objects = running(wanted)
+    for number, (version, gone) in enumerate((("old", terminating), ("new", False))):
+        one = pod(routers(wanted), 7 + number, terminating=gone)
+        one["metadata"]["labels"] = one["metadata"]["labels"] | {"pod-template-hash": version}
+        objects = without(objects, "router") if not number else objects
+        objects.append(one)
+    made = status_of(cluster(), objects)
+    expected = ("False", "UpToDate") if terminating else ("True", "RollingOut")
+    assert condition(made, "Progressing")[:2] == expected
+    assert condition(made, "Ready")[0] == str(terminating)
+    if not terminating:
+        assert condition(made, "Ready")[2] == "router on the way to a new revision"
 
 
 def test_an_evicted_router_that_has_been_replaced_is_no_problem() -> None:
