@@ -237,3 +237,18 @@ def document(name: str, source: dict[str, Any], **spec: Any) -> Manifest:
 
 
 CLAIMED_MODEL = {"persistentVolumeClaim": {"claimName": MODEL}}
+BUILTIN_MODEL = {"builtin": "smollm2-135m-instruct"}
+
+
+def demo(api: Api, namespace: str) -> Manifest:
+    """Makes the namespace with what the thin image needs; gives a PDCluster for it."""
+    if api.find("v1", "Namespace", namespace) is None:
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+        metadata = {"name": namespace, "labels": labels}
+        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    claims.claim(api, namespace, PACKAGES, images.host_packages())
+    model = {"name": "smollm2", "source": BUILTIN_MODEL, "dtype": "float32"}
+    made = document("demo", BUILTIN_MODEL, model=model, prefill=pool(1), decode=pool(1))
+    made["metadata"]["namespace"] = namespace
+    made["spec"]["router"]["replicas"] = 1
+    return made

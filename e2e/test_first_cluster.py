@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import secrets
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,13 +12,12 @@ import yaml
 
 from e2e import network
 from e2e.cluster.api import wait_for
-from e2e.site import HTTP_PORT, PDCLUSTER, Site, document, pool
+from e2e.site import BUILTIN_MODEL, HTTP_PORT, PDCLUSTER, Site, demo, document, pool
 from pd_core.failures import FailureKind
 from tests import client
 from tests.reference import Reference
 
 NAME = "chat"
-SMOLLM2 = {"builtin": "smollm2-135m-instruct"}
 GREETING = [{"role": "user", "content": "What is the capital of France?"}]
 OWNED = "statefulsets,deployments,services,serviceaccounts,pdb,networkpolicies,pdpools,pods"
 
@@ -41,11 +41,23 @@ async def say(host: str, port: int, *request: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.timeout(900)
+def test_the_demo_of_the_readme_gets_ready(site: Site) -> None:
+    namespace = f"test-{secrets.token_hex(3)}"
+    made = demo(site.api, namespace)
+    try:
+        site.kubectl("apply", "-f", "-", input=yaml.safe_dump(made))
+        site.wait_ready(namespace, "demo")
+    finally:
+        site.api.delete("v1", "Namespace", namespace)
+        site.api.delete("v1", "PersistentVolume", f"{namespace}-packages")
+
+
+@pytest.mark.timeout(900)
 def test_from_helm_install_to_an_answer_and_back_to_nothing(site: Site) -> None:
     with site.namespace() as namespace:
         made = document(
-            NAME, SMOLLM2, prefill=pool(2), decode=pool(3),
-            model={"name": "smollm2", "source": SMOLLM2, "dtype": "float32"},
+            NAME, BUILTIN_MODEL, prefill=pool(2), decode=pool(3),
+            model={"name": "smollm2", "source": BUILTIN_MODEL, "dtype": "float32"},
         )  # fmt: skip
         site.kubectl("apply", "-n", namespace, "-f", "-", input=yaml.safe_dump(made))
         site.wait_ready(namespace, NAME)

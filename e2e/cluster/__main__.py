@@ -1,4 +1,4 @@
-"""`python -m e2e.cluster up|down|status|load-image|exec`: a Kubernetes of one node here."""
+"""`python -m e2e.cluster up|down|status|demo|load-image|exec`: a Kubernetes of one node here."""
 
 import argparse
 import os
@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from e2e.cluster import build, cluster, envtest, netns
+from e2e.cluster.api import Api
 from e2e.cluster.containers import Containers
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.layout import DEFAULT_NAME, Layout
@@ -48,6 +51,17 @@ def status(layout: Layout, _: argparse.Namespace) -> int:
     return 0
 
 
+def demo(layout: Layout, options: argparse.Namespace) -> int:
+    from e2e import site  # needs more than a cluster
+
+    api = Api(cluster.kubeconfig_of(layout))
+    try:
+        print(yaml.safe_dump(site.demo(api, options.namespace), sort_keys=False), end="")
+    finally:
+        api.close()
+    return 0
+
+
 def load_image(layout: Layout, options: argparse.Namespace) -> int:
     cluster.kubeconfig_of(layout)
     for file in options.files:
@@ -71,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("status", status, "nodes, pods and images"),
     ):
         verbs.add_parser(name, help=words).set_defaults(run=run)
+    shown = verbs.add_parser("demo", help="make a namespace, print a PDCluster for it")
+    shown.add_argument("namespace", nargs="?", default="demo", metavar="NAMESPACE")
+    shown.set_defaults(run=demo)
     load = verbs.add_parser("load-image", help="import docker or OCI archives")
     load.add_argument("files", nargs="+", type=Path, metavar="FILE")
     load.set_defaults(run=load_image)
