@@ -250,7 +250,8 @@ class Llama:
         threads = str(torch.get_num_threads())
         script = Path(__file__).parent / "llamacpp_peer.py"
         self._process = subprocess.Popen(
-            [python, script, builtin_gguf(), kind, self._work.name, threads, str(tokens)],
+            # -P: what lies beside the script is none of its modules.
+            [python, "-P", script, builtin_gguf(), kind, self._work.name, threads, str(tokens)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
