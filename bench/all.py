@@ -22,7 +22,7 @@ from bench.common import ROOT, Goals
 
 BENCHES = (
     "engine", "identity", "interference", "kv", "kvquality", "operator", "policies", "router",
-    "scaling", "soak", "speculation", "startup", "transfer", "turns",
+    "scaling", "simfit", "soak", "speculation", "startup", "transfer", "turns",
 )  # fmt: skip
 KEPT = ROOT / "bench" / "results.jsonl"
 RESULTS = ROOT / "bench" / "RESULTS.md"

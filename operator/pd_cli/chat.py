@@ -1,4 +1,4 @@
-"""One streamed chat over the OpenAI API, without a client library."""
+"""One streamed answer over the OpenAI API, without a client library."""
 
 import asyncio
 import json
@@ -25,6 +25,14 @@ async def stream(
     host: str, port: int, body: dict[str, Any], *, timeout_s: float
 ) -> AsyncIterator[Piece]:
     """The answer's pieces as they come. `timeout_s` bounds the wait for each line."""
+    async for event in events(host, port, "/v1/chat/completions", body, timeout_s=timeout_s):
+        yield _piece(event)
+
+
+async def events(
+    host: str, port: int, path: str, body: dict[str, Any], *, timeout_s: float, key: str = ""
+) -> AsyncIterator[dict[str, Any]]:
+    """A streamed answer's events as they come. `key`: an API key, where one is needed."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port, limit=_LINE_BYTES)
@@ -34,15 +42,16 @@ async def stream(
         data = json.dumps({**body, "stream": True}).encode()
         # The router sends whole events a chunk, so chunk sizes are lines of their own.
         head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            f"POST {path} HTTP/1.1\r\nHost: {host}:{port}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
         )
+        head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
         writer.write(head.encode() + data)
         status = await _status(reader, timeout_s)
         if status != 200:
             raise ChatFailed(f"status {status}: {(await reader.read(4096)).decode()}")
-        while (event := await _event(reader, timeout_s)) != "[DONE]":
-            yield _piece(event)
+        while (data_of := await _event(reader, timeout_s)) != "[DONE]":
+            yield _decoded(data_of)
     finally:
         writer.transport.abort()
 
@@ -76,13 +85,20 @@ async def _event(reader: asyncio.StreamReader, timeout_s: float) -> str:
             return line.removeprefix("data:").strip()
 
 
-def _piece(event: str) -> Piece:
+def _decoded(event: str) -> dict[str, Any]:
     try:
         data = json.loads(event)
         if "error" in data:
             raise ChatFailed(str(data["error"].get("message", data["error"])))
-        choices = data["choices"]
-        text = choices[0]["delta"].get("content") if choices else None
-        return Piece(str(data["id"]), text or "")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return dict(data)
+    except (ValueError, TypeError, AttributeError) as error:
         raise ChatFailed(f"not an event of the API: {event[:200]}") from error
+
+
+def _piece(event: dict[str, Any]) -> Piece:
+    try:
+        choices = event["choices"]
+        text = choices[0]["delta"].get("content") if choices else None
+        return Piece(str(event["id"]), text or "")
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ChatFailed(f"not an event of the API: {str(event)[:200]}") from error

@@ -14,6 +14,7 @@ _COMMANDS = {
     "explain": ("pd_cli.explain", "Say why a PDCluster's pools have the sizes that they have."),
     "advise": ("pd_cli.advise", "Say whether to take prefill and decode apart, and why."),
     "simulate": ("pd_cli.simulate", "Simulate a trace of requests on a cluster."),
+    "profile": ("pd_cli.profile", "Measure a running PDCluster's workers for simulations."),
     "down": ("pd_cli.down", "End a PDCluster that runs on this machine."),
     "logs": ("pd_cli.logs", "Print what a pod has said."),
     "completion": ("pd_cli.completion", "Print what a shell needs to complete these words."),

@@ -88,13 +88,20 @@ def load_plan(path: Path) -> "Plan":
     import yaml
 
     from pd_operator import api
-    from pd_sim import scenario
+    from pd_sim import profile, scenario
 
     try:
         documents = [one for one in yaml.safe_load_all(path.read_text("utf-8")) if one is not None]
         cluster, spec = scenario.split(documents)
-        return scenario.plan(api.parse(cluster), spec, _measured(path, spec))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, scenario.BadScenario) as error:
+        known = {
+            name: profile.read(json.loads((path.parent / name).read_text("utf-8")))
+            for name in scenario.profile_names(spec)
+        }
+        return scenario.plan(api.parse(cluster), spec, _measured(path, spec), known)
+    except (
+        OSError, UnicodeDecodeError, yaml.YAMLError, json.JSONDecodeError,
+        scenario.BadScenario, profile.BadProfile,
+    ) as error:  # fmt: skip
         _refuse(f"{path}: {error}")
     except api.InvalidCluster as error:
         _refuse("\n".join(f"{path}: {one}" for one in error.errors))

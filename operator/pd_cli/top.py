@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +29,7 @@ def command(name: str | None, url: str | None, every: float, once: bool, output:
     NAME may be left out when only one PDCluster runs on this machine. For one on Kubernetes:
     kubectl port-forward deployment/NAME-router 9090, then --url http://localhost:9090.
     """
-    watch(lambda: [_place(url)] if url else _running(name), every, once, output)
+    watch(lambda: [place(url)] if url else _running(name), every, once, output)
 
 
 def watch(places: Find, every: float, once: bool, output: str) -> None:
@@ -38,12 +38,12 @@ def watch(places: Find, every: float, once: bool, output: str) -> None:
     try:
         with suppress(KeyboardInterrupt):
             asyncio.run(_watch(places, every, once, output))
-    except _NothingToSee as error:
+    except NothingToSee as error:
         click.echo(str(error), err=True)
         sys.exit(1)
 
 
-class _NothingToSee(Exception):
+class NothingToSee(Exception):
     """Nobody answers; the message says what to do."""
 
 
@@ -83,7 +83,7 @@ async def _look(find: Find) -> dict[str, Any]:
     documents = [one for one in answers if one is not None]
     if not documents:
         where = ", ".join(f"{host}:{port}" for host, port in places)
-        raise _NothingToSee(f"no router answers at {where or 'any address yet'}")
+        raise NothingToSee(f"no router answers at {where or 'any address yet'}")
     return live.merged(", ".join(one["router"] for one in documents), documents)
 
 
@@ -98,23 +98,32 @@ async def _ask(place: Place) -> dict[str, Any] | None:
         return None
 
 
-def _place(url: str) -> Place:
+def place(url: str, port: int = _ADMIN_PORT) -> Place:
     parts = urlsplit(url if "//" in url else f"//{url}")
     if not parts.hostname:
-        raise _NothingToSee(f"{url!r} names no host; write it like http://localhost:9090")
-    return parts.hostname, parts.port or _ADMIN_PORT
+        raise NothingToSee(f"{url!r} names no host; write it like http://localhost:9090")
+    return parts.hostname, parts.port or port
 
 
 def _running(name: str | None) -> Sequence[Place]:
-    """The routers' admin ports of a PDCluster on this machine."""
+    return admins(running_state(name))
+
+
+def admins(state: Mapping[str, Any]) -> Sequence[Place]:
+    """The admin ports of its routers that are ready."""
+    pods = [pod for pod in state["pods"] if pod.get("admin") and pod["ready"]]
+    return [place(pod["admin"]) for pod in pods]
+
+
+def running_state(name: str | None) -> Mapping[str, Any]:
+    """What a PDCluster on this machine has written down; NothingToSee unless it is one."""
     from pd_operator.local.state import running, state_root
 
     states = [item for item in running(state_root()) if name in (None, item["name"])]
     if not states:
         here = "no PDCluster is running here; for one elsewhere give --url"
-        raise _NothingToSee(f"no PDCluster {name} is running" if name else here)
+        raise NothingToSee(f"no PDCluster {name} is running" if name else here)
     if len(states) > 1:
         names = ", ".join(item["name"] for item in states)
-        raise _NothingToSee(f"several run here, name one: {names}")
-    pods = [pod for pod in states[0]["pods"] if pod.get("admin") and pod["ready"]]
-    return [_place(pod["admin"]) for pod in pods]
+        raise NothingToSee(f"several run here, name one: {names}")
+    return states[0]

@@ -272,6 +272,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
             "pending_tokens": view.pending_tokens,
             "kv_used": view.kv_used,
             "prefixes": self.prefixes.count(view.id),
+            "pool_tokens": view.pool_tokens,
+            "max_model_tokens": view.max_model_tokens,
+            "kv_token_bytes": view.kv_token_bytes,
+            "kv_layers": view.kv_layers,
             "load": {name: getattr(load, name) for name in LoadReport.__dataclass_fields__},
         }
 

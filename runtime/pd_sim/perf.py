@@ -127,7 +127,7 @@ def fit(model: KnownModel, gpu: Gpu, gpus: int, measured: Measured) -> Perf:
     kv_token_s = model.kv.token_bytes / (gpu.bandwidth_bytes_s * gpus * _BANDWIDTH_SHARE)
     batches = sorted(measured.steps_s)
     base = [measured.steps_s[b] - b * _MEASURED_CONTEXT * kv_token_s for b in batches]
-    steps = tuple(_along(batches, base, batch) for batch in range(MAX_BATCH + 1))
+    steps = tuple(along(batches, base, batch) for batch in range(MAX_BATCH + 1))
     note = (
         f"measured to {sizes[-1]} prompt tokens and batch {batches[-1]}; beyond them, and for "
         "contexts over 576 tokens in decode, extrapolated"
@@ -194,7 +194,7 @@ def _pair_flops(model: KnownModel) -> float:
     return 4 * layers * width
 
 
-def _along(batches: list[int], values: list[float], batch: int) -> float:
+def along(batches: list[int], values: list[float], batch: int) -> float:
     """Linear between points; beyond the last along the last slope; never falling."""
     if batch <= batches[0]:
         return values[0]

@@ -13,16 +13,18 @@ from pd_core import estimate, known_models
 from pd_operator import api
 from pd_operator.api import Role
 from pd_sim import perf
+from pd_sim import profile as profiles
 from pd_sim.pools import PoolPlan
+from pd_sim.profile import Profile
 from pd_sim.router import RouterPlan
 from pd_sim.scalers import Goal
 from pd_sim.simulation import Fault, Plan
 
 _FIELDS = {
     "model", "gpu", "gpusPerWorker", "link", "startSeconds", "failures", "overheadSeconds",
-    "measured", "prefill", "decode", "colocated",
+    "measured", "profile", "prefill", "decode", "colocated",
 }  # fmt: skip
-_POOL_FIELDS = {"gpu", "gpusPerWorker", "startSeconds"}
+_POOL_FIELDS = {"gpu", "gpusPerWorker", "startSeconds", "profile"}
 _DEFAULT_GOAL_S = (2.0, 0.1)
 
 
@@ -31,6 +33,8 @@ class BadScenario(ValueError):
 
 
 Rows = Sequence[Mapping[str, str]]
+Profiles = Mapping[str, Profile]
+_NO_PROFILES: Profiles = {}
 
 
 def split(documents: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -44,14 +48,30 @@ def split(documents: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return kinds["PDCluster"], spec
 
 
-def plan(cluster: api.Cluster, spec: Mapping[str, Any], measured: Rows = ()) -> Plan:
-    """What both documents say. `measured`: rows of `spec.measured`, read by the caller."""
+def profile_names(spec: Mapping[str, Any]) -> list[str]:
+    """Of the profiles that a Simulation names, for it and for its pools."""
+    places = (spec, *(spec.get(role.value) for role in Role))
+    named = [one["profile"] for one in places if isinstance(one, Mapping) and "profile" in one]
+    return sorted({str(name) for name in named})
+
+
+def plan(
+    cluster: api.Cluster,
+    spec: Mapping[str, Any],
+    measured: Rows = (),
+    known: Profiles = _NO_PROFILES,
+) -> Plan:
+    """What both documents say. `measured`: rows of `spec.measured`; `known`: the profiles
+    that it names. Both are read by the caller."""
     unknown = set(spec) - _FIELDS
     if unknown:
         raise BadScenario(f"Simulation: unknown {', '.join(sorted(unknown))}")
-    pools = tuple(_pool(pool, spec, measured) for pool in cluster.pools)
+    pools = tuple(_pool(pool, spec, measured, known) for pool in cluster.pools)
     cache = min(pool.perf.kv_tokens for pool in pools) // 512
-    router = RouterPlan(_link(spec), cache_blocks=cache)
+    profile = known.get(str(spec.get("profile", "")))
+    router = RouterPlan(_link(spec, profile), cache_blocks=cache)
+    if profile is not None:
+        router = replace(router, overhead_s=profile.overhead_s)
     if "overheadSeconds" in spec:
         router = replace(router, overhead_s=_number(spec, "overheadSeconds"))
     return Plan(pools, router, _goal(cluster), _faults(spec))
@@ -66,7 +86,7 @@ def _goal(cluster: api.Cluster) -> Goal:
     )
 
 
-def _pool(pool: api.Pool, spec: Mapping[str, Any], measured: Rows) -> PoolPlan:
+def _pool(pool: api.Pool, spec: Mapping[str, Any], measured: Rows, known: Profiles) -> PoolPlan:
     own = spec.get(pool.role.value, {})
     unknown = set(own) - _POOL_FIELDS
     if unknown:
@@ -77,7 +97,7 @@ def _pool(pool: api.Pool, spec: Mapping[str, Any], measured: Rows) -> PoolPlan:
     chunk = 0 if pool.role is Role.PREFILL else engine.chunk_tokens
     return PoolPlan(
         pool.role,
-        engine_perf(said, measured),
+        _profiled(said, known) or engine_perf(said, measured),
         replicas=pool.replicas,
         minimum=scaling.min_replicas if scaling else pool.replicas,
         maximum=scaling.max_replicas if scaling else pool.replicas,
@@ -85,6 +105,13 @@ def _pool(pool: api.Pool, spec: Mapping[str, Any], measured: Rows) -> PoolPlan:
         chunk_tokens=chunk,
         max_running=engine.max_running,
     )
+
+
+def _profiled(said: Mapping[str, Any], known: Profiles) -> perf.Perf | None:
+    """A worker's speed as `pdcluster profile` has measured it, where a profile is named."""
+    if "profile" not in said:
+        return None
+    return profiles.perf(known[str(said["profile"])], int(_number(said, "gpusPerWorker", 1)))
 
 
 def engine_perf(said: Mapping[str, Any], measured: Rows) -> perf.Perf:
@@ -113,7 +140,9 @@ def _plain(name: str) -> str:
     return name.replace("-", "")
 
 
-def _link(spec: Mapping[str, Any]) -> estimate.Link:
+def _link(spec: Mapping[str, Any], profile: Profile | None) -> estimate.Link:
+    if profile is not None and "link" not in spec:
+        return profiles.link(profile)
     try:
         return estimate.link(str(spec.get("link", "rdma-400g")))
     except ValueError as error:
