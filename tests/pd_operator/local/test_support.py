@@ -33,6 +33,11 @@ from tests.pd_operator.objects import cluster
             "tcp or shm",
         ),
         (
+            {"spec.security": {"tls": {"mode": "CertManager"}}},
+            "spec.security.tls.mode: is CertManager, which is for Kubernetes; write Auto or "
+            "Disabled",
+        ),
+        (
             {"spec.decode.accelerator": {"resource": "nvidia.com/gpu"}},
             "spec.decode.accelerator: is for Kubernetes; leave it out to run on the CPU",
         ),
