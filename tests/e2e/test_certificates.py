@@ -124,6 +124,28 @@ def test_a_router_of_another_cluster_is_refused(secured: Cluster, tmp_path: Path
     secured.until(lambda: wanted in log_of(secured, pod.name), "a refusal that says why")
 
 
+@pytest.mark.timeout(240)
+def test_another_mode_ends_with_all_of_one_kind(
+    model: Path, reference: Reference, tmp_path: Path
+) -> None:
+    """From without to with and back: it interrupts, and what is right after it is served."""
+    plain = document(model)
+    del plain["spec"]["security"]
+    content = body(text_of(60), 8)
+    with serving(plain, tmp_path) as cluster:
+        for mode in ("Auto", "Disabled"):
+            before = {pod.name for pod in cluster.pods()}
+            wanted = {"tls": {"mode": mode}}
+            cluster.edit(lambda found, wanted=wanted: found["spec"].update(security=wanted))
+
+            def rolled(before: set[str] = before) -> bool:
+                return cluster.all_ready() and not before & {pod.name for pod in cluster.pods()}
+
+            cluster.until(rolled, f"all pods are of mode {mode}", 100.0)
+            assert text(cluster, content) == expected(reference, content)
+        cluster.until(lambda: not list(secrets_of(cluster).iterdir()), "no Secret is left")
+
+
 # ---- rotation ---------------------------------------------------------------------------
 
 
