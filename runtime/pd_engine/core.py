@@ -74,6 +74,7 @@ class _Live:
     outbox: Outbox
     handle: int
     mode: Mode
+    request: str
     target: pb.KvTarget | None = None
     lease_s: float = 0.0
     exporting: bool = False
@@ -155,14 +156,14 @@ class EngineCore:
 
     def _generate(self, stream: int, message: pb.Generate) -> None:
         mode = Mode.LOCAL if message.prefill_here else Mode.IMPORT
-        live = _Live(self._streams[stream], message.handle, mode)
+        live = _Live(self._streams[stream], message.handle, mode, message.id.request)
         if self._settings.role == "prefill":
             self._refuse(live, FailureKind.INVALID_REQUEST, "a prefill worker doesn't decode")
         else:
             self._add(stream, message, live)
 
     def _prefill(self, stream: int, message: pb.Prefill) -> None:
-        live = _Live(self._streams[stream], message.handle, Mode.EXPORT)
+        live = _Live(self._streams[stream], message.handle, Mode.EXPORT, message.id.request)
         live.target = message.target
         live.lease_s = message.lease_s or self._settings.kv_lease_s
         if self._settings.role == "decode":
@@ -274,6 +275,7 @@ class EngineCore:
         self._open_exports(batch)
         self._gone.clear()
         self._abandoned = False
+        consists = self._describe(batch) if self._settings.log_steps else ""
         began = self._clock.began = time.monotonic()
         try:
             output = await self._loop.run_in_executor(self._thread, self._step, batch)
@@ -293,10 +295,27 @@ class EngineCore:
             ended = time.monotonic()
             self._clock.began = None
             self._clock.last_end = ended
+        if consists:
+            log.info("step=%d ms=%.1f %s", batch.step, (ended - began) * 1000, consists)
         self._clock.steps += 1
         self._clock.recent_s.append(ended - began)
         self.metrics.step(batch, ended - began)
         self._deliver(events)
+
+    def _describe(self, batch: Batch) -> str:
+        """Who decodes, how much is guessed, and which tokens of which prompts are computed."""
+        decodes: list[str] = []
+        prompts: list[str] = []
+        for row in batch.rows:
+            key = self.scheduler.key_of(row.seq_id)
+            live = None if key is None else self._live.get(key)
+            name = "" if live is None else live.request
+            end = row.start + len(row.token_ids)
+            (decodes if row.decodes else prompts).append(
+                name if row.decodes else f"{name}[{row.start}:{end}]"
+            )
+        guesses = sum(row.drafts for row in batch.rows)
+        return f"decode={','.join(decodes)} guesses={guesses} prefill={','.join(prompts)}"
 
     async def _idle(self) -> None:
         if not self._live:

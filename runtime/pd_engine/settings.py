@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Settings:
     kv_idle_share: float = 1.0
     tls_dir: Path | None = None
     tls_cluster: Identity | None = None
+    log_steps: bool = False
 
     @property
     def imports(self) -> bool:
@@ -220,6 +222,12 @@ def parse(argv: Sequence[str]) -> Settings:
         type=_cluster,
         metavar="NAMESPACE/NAME",
         help="the PDCluster whose routers and workers are let in",
+    )
+    p.add_argument(
+        "--log-steps",
+        action="store_true",
+        default=os.environ.get("PD_LOG_STEPS", "") == "1",
+        help="log what each step computes, and how long it took (also PD_LOG_STEPS=1)",
     )
     given = Settings(**vars(p.parse_args(argv)))
     if given.kv_disk_bytes and not (given.kv_disk_folder and given.kv_host_bytes):

@@ -529,6 +529,25 @@ def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(end: str) -> N
     asyncio.run(run())
 
 
+def test_steps_are_logged_where_one_asks(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        for flags in ("", "--log-steps"):
+            async with pair(chunk_tokens=6, flags=flags) as (_, d):
+                d.send(generate=generate(1, list(range(1, 10)), prefill_here=True))
+                await d.tokens(1, 0, 7)
+
+    with caplog.at_level("INFO", logger="pd_engine.core"):
+        asyncio.run(run())
+    said = [text for text in caplog.messages if text.startswith("step=")]
+    steps = [re.sub(r"ms=[0-9.]+ ", "", text) for text in said]
+    assert steps[:3] == [
+        "step=1 decode= guesses=0 prefill=r1[0:6]",
+        "step=2 decode= guesses=0 prefill=r1[6:9]",
+        "step=3 decode=r1 guesses=0 prefill=",
+    ]
+    assert len(steps) == 9, "those of the one engine that was asked to"
+
+
 def test_wrong_roles_are_refused() -> None:
     async def run() -> None:
         async with pair() as (p, d):
