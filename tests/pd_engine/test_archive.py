@@ -19,8 +19,8 @@ from pd_engine.archive import Archive, Policy, Stores
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.slots import DiskSlots, HostSlots
 from pd_proto.v1 import engine_pb2 as pb
+from tests.pd_engine.core_rig import Engine, generate, hand_over
 from tests.pd_engine.fake_runner import LAYOUT, reference
-from tests.pd_engine.test_core import Engine, generate, hand_over
 
 NOTHING_IDLE = Policy(idle_share=0.0, tidy_s=0.02)
 SLOW_PREFILL = 1.0  # tokens/s: whatever is kept is worth reading

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from pd_proto.v1 import engine_pb2 as pb
 from tests.fuzz.aloop import Finding, FuzzLoop, joined, pieces
-from tests.pd_engine.test_core import Engine
+from tests.pd_engine.core_rig import Engine
 
 PACKAGES = ("pd_engine",)
 WORDS = (
