@@ -21,7 +21,17 @@ from pd_operator.tlsplan import Authority, Leaf
 BACKDATED = timedelta(minutes=5)
 """Nodes' clocks differ: what is made now holds from a little earlier on."""
 _PEM = serialization.Encoding.PEM
-_UNREADABLE = (ValueError, TypeError, UnsupportedAlgorithm)
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    InvalidSignature,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.ExtensionNotFound,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+"""What reading nonsense may raise. Whoever may write Secrets can put any there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +92,15 @@ def read_authority(pair: Pair) -> Known | None:
     """None where it can't be used as one."""
     try:
         made = x509.load_pem_x509_certificate(pair.certificate)
+        made.verify_directly_issued_by(made)
         if not made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
             return None
-    except (*_UNREADABLE, x509.ExtensionNotFound):
+        signs = _is_key_of(pair.key, made)
+        name = made.fingerprint(hashes.SHA256()).hex()[:16]
+        created = made.not_valid_before_utc + BACKDATED
+        facts = Authority(name, created, made.not_valid_after_utc, signs)
+    except _UNREADABLE:
         return None
-    signs = _is_key_of(pair.key, made)
-    facts = Authority(
-        made.fingerprint(hashes.SHA256()).hex()[:16],
-        made.not_valid_before_utc + BACKDATED,
-        made.not_valid_after_utc,
-        signs,
-    )
     return Known(facts, Pair(made.public_bytes(_PEM), pair.key if signs else b""))
 
 
@@ -111,22 +119,23 @@ def read_leaf(pair: Pair, identity: Identity, authorities: Iterable[Known]) -> L
     try:
         made = x509.load_pem_x509_certificate(pair.certificate)
         named = made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (*_UNREADABLE, x509.ExtensionNotFound):
+        uris = named.get_values_for_type(x509.UniformResourceIdentifier)
+        names = named.get_values_for_type(x509.DNSName)
+        if uris != [identity.uri] or names != [identity.dns_name]:
+            return None
+        issuer = next((one for one in authorities if _has_signed(one, made)), None)
+        if issuer is None or not _is_key_of(pair.key, made):
+            return None
+        created = made.not_valid_before_utc + BACKDATED
+        return Leaf(issuer.facts.id, created, made.not_valid_after_utc)
+    except _UNREADABLE:
         return None
-    uris = named.get_values_for_type(x509.UniformResourceIdentifier)
-    names = named.get_values_for_type(x509.DNSName)
-    if uris != [identity.uri] or names != [identity.dns_name] or not _is_key_of(pair.key, made):
-        return None
-    issuer = next((one for one in authorities if _has_signed(one, made)), None)
-    if issuer is None:
-        return None
-    return Leaf(issuer.facts.id, made.not_valid_before_utc + BACKDATED, made.not_valid_after_utc)
 
 
 def _has_signed(authority: Known, leaf: x509.Certificate) -> bool:
     try:
         leaf.verify_directly_issued_by(x509.load_pem_x509_certificate(authority.pair.certificate))
-    except (*_UNREADABLE, InvalidSignature):
+    except _UNREADABLE:
         return False
     return True
 
@@ -134,9 +143,9 @@ def _has_signed(authority: Known, leaf: x509.Certificate) -> bool:
 def _is_key_of(text: bytes, certificate: x509.Certificate) -> bool:
     try:
         key = serialization.load_pem_private_key(text, None)
+        public = certificate.public_key()
     except _UNREADABLE:
         return False
-    public = certificate.public_key()
     return (
         isinstance(key, ec.EllipticCurvePrivateKey)
         and isinstance(public, ec.EllipticCurvePublicKey)
