@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pd_core.failures import FailureKind
@@ -213,6 +213,8 @@ def converted(numbers: list[float], dtype: str, to: str) -> torch.Tensor:
     dtype=st.sampled_from(DTYPES),
     to=st.sampled_from(DTYPES),
 )
+@example(numbers=[1 + 2.0**-8, 1 + 3 * 2.0**-8], dtype="float32", to="bfloat16")  # both ties
+@example(numbers=[1 + 2.0**-11, 1 + 3 * 2.0**-11], dtype="float32", to="float16")
 def test_rounding_is_torchs(numbers: list[float], dtype: str, to: str) -> None:
     wanted = torch.tensor(numbers).to(getattr(torch, dtype)).to(getattr(torch, to))
     assert torch.equal(bits(converted(numbers, dtype, to)), bits(wanted))
