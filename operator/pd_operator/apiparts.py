@@ -37,6 +37,7 @@ _MOUNT_PATH = re.compile(r"/[^\0:]*")
 _RELATIVE_PATH = re.compile(r"(?!/)(?!.*(^|/)\.\.(/|$))[^\0]+")
 _RESOURCE = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
 _ANYTHING = re.compile(r"\S+")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -52,7 +53,7 @@ def model(spec: Node) -> Model:
     made = Model(
         name,
         Builtin("") if source is None else _source(source),
-        node.choice("dtype", "auto", ("auto", "float32", "bfloat16", "float16")),
+        node.choice("dtype", "auto", _DTYPES),
         node.integer("maxModelLen", 0, 1, 100_000_000),
     )
     node.not_yet("quantization", "adapters", "trustRemoteCode")
@@ -138,6 +139,7 @@ def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
         chunk_tokens=node.integer("chunkTokens", 512, 0, 1_000_000),
         max_batch_tokens=node.integer("maxBatchTokens", 2048, 1, 1_000_000),
         block_tokens=node.integer("blockTokens", 16, 1, 256),
+        dtype=node.choice("dtype", "", _DTYPES),
         max_running=node.integer("maxRunning", 64, 1, 4096),
         max_queued=node.integer("maxQueued", 256, 1, 100_000),
         threads=node.integer("threads", 0, 0, 1024),

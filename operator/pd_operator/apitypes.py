@@ -151,7 +151,7 @@ class Retention:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Engine settings of a pool. 0 chunk tokens: whole prompts; 0 threads: torch decides;
-    0 draft tokens: no speculation, None: as the engine does by itself.
+    0 draft tokens: no speculation, None: as the engine does by itself; "" dtype: the model's.
 
     Exactly one of `kv_cache_tokens` and `kv_cache_fraction` is set.
     """
@@ -159,6 +159,7 @@ class Engine:
     chunk_tokens: int
     max_batch_tokens: int
     block_tokens: int
+    dtype: str
     max_running: int
     max_queued: int
     threads: int

@@ -191,7 +191,7 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         "kv-port": KV_PORT,
         "health-port": HEALTH_PORT,
         "routers": f"{control_name(cluster.name)}:{CONTROL_PORT}",
-        "dtype": cluster.model.dtype,
+        "dtype": engine.dtype or cluster.model.dtype,
         "kv-transport": cluster.transport,
         "kv-quantization": cluster.kv_quantization,
         "max-model-len": cluster.model.max_model_tokens,

@@ -127,6 +127,15 @@ def test_engine_flags() -> None:
     }
 
 
+def test_pools_of_two_precisions() -> None:
+    made = rendered(
+        cluster(**{"spec.model.dtype": "float32", "spec.prefill.engine": {"dtype": "bfloat16"}})
+    )
+    prefill, decode = (flags(pool_set(made, role)) for role in (Role.PREFILL, Role.DECODE))
+    assert (prefill["dtype"], decode["dtype"]) == ("bfloat16", "float32")
+    assert prefill["revision"] == decode["revision"], "routers take them for a pair"
+
+
 @pytest.mark.parametrize(
     ("speculation", "drafts"),
     [

@@ -61,6 +61,7 @@ EDITS: list[tuple[dict[str, Any], set[Role]]] = [
     ({"metadata.annotations": {"other": "1"}}, set()),
     ({"spec.decode.engine.maxRunning": 8}, {Role.DECODE}),
     ({"spec.decode.engine.blockTokens": 32}, {Role.DECODE}),
+    ({"spec.decode.engine.dtype": "bfloat16"}, {Role.DECODE}),
     ({"spec.decode.startTimeout": "1h"}, {Role.DECODE}),
     ({"spec.decode.accelerator": _GPU}, {Role.DECODE}),
     ({"spec.decode.template.metadata.labels": {"a": "b"}}, {Role.DECODE}),
