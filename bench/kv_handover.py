@@ -5,7 +5,7 @@ import time
 from typing import Any
 
 from pd_proto.v1 import engine_pb2 as pb
-from tests.pd_engine.test_core import Engine
+from tests.pd_engine.core_rig import Engine
 
 _PROMPT = 16
 
