@@ -35,6 +35,7 @@ class BadScenario(ValueError):
 Rows = Sequence[Mapping[str, str]]
 Profiles = Mapping[str, Profile]
 _NO_PROFILES: Profiles = {}
+MAX_STEP_S = 0.5  # of prompts in a worker's step, as `--max-step-s` of the engine has it
 
 
 def split(documents: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,11 +94,12 @@ def _pool(pool: api.Pool, spec: Mapping[str, Any], measured: Rows, known: Profil
         raise BadScenario(f"Simulation: {pool.role}: unknown {', '.join(sorted(unknown))}")
     said = {**spec, **own}
     scaling, engine = pool.scaling, pool.engine
+    speed = _profiled(said, known) or engine_perf(said, measured)
     # A prefill worker has no tokens to generate: chunks would only cost it time.
-    chunk = 0 if pool.role is Role.PREFILL else engine.chunk_tokens
+    chunk = 0 if pool.role is Role.PREFILL else _chunk_tokens(engine.chunk_tokens, speed)
     return PoolPlan(
         pool.role,
-        _profiled(said, known) or engine_perf(said, measured),
+        speed,
         replicas=pool.replicas,
         minimum=scaling.min_replicas if scaling else pool.replicas,
         maximum=scaling.max_replicas if scaling else pool.replicas,
@@ -105,6 +107,12 @@ def _pool(pool: api.Pool, spec: Mapping[str, Any], measured: Rows, known: Profil
         chunk_tokens=chunk,
         max_running=engine.max_running,
     )
+
+
+def _chunk_tokens(asked: int, speed: perf.Perf) -> int:
+    """As workers cut prompts: by tokens where that is asked for, and by time."""
+    most = max(int(MAX_STEP_S / speed.token_s), 1)
+    return min(asked or most, most)
 
 
 def _profiled(said: Mapping[str, Any], known: Profiles) -> perf.Perf | None:

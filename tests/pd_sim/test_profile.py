@@ -1,6 +1,7 @@
 """Covers pd_sim.profile: what is read back is what was written, a fit finds what it was made
 of, and a Simulation takes it in the place of data sheets."""
 
+import copy
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_engine.settings import parse
 from pd_operator import api
 from pd_sim import profile as profiles
 from pd_sim import scenario
 from pd_sim.profile import BadProfile, Profile, Prompt, Step
+from tests.pd_engine.test_settings import BASE
 
 HOST_S, TOKEN_S, PAIR_S = 0.004, 0.0012, 2e-7
 KV_TOKEN_S = 1e-6
@@ -109,6 +112,19 @@ def test_a_pool_may_have_its_own() -> None:
     plan = scenario.plan(api.parse(CLUSTER), spec, known={"a": PROFILE, "b": slow})
     prefill, decode = (pool.perf.prompt_s(64) for pool in plan.pools)
     assert prefill > 8 > decode
+
+
+def test_prompts_are_cut_as_workers_cut_them() -> None:
+    assert parse(BASE).max_step_s == scenario.MAX_STEP_S
+    together = copy.deepcopy(CLUSTER)
+    del together["spec"]["prefill"], together["spec"]["decode"]
+    together["spec"]["colocated"] = {"replicas": 1}
+    (pool,) = scenario.plan(api.parse(together), {"profile": "a"}, known={"a": PROFILE}).pools
+    assert pool.chunk_tokens == pytest.approx(scenario.MAX_STEP_S / TOKEN_S, rel=0.01)
+    fast = tuple(replace(p, seconds=p.seconds / 100) for p in PROFILE.prompts)
+    known = {"a": replace(PROFILE, prompts=fast)}
+    (pool,) = scenario.plan(api.parse(together), {"profile": "a"}, known=known).pools
+    assert pool.chunk_tokens == 512
 
 
 @pytest.mark.parametrize(
