@@ -142,10 +142,11 @@ docs: $(STAMP) ## write again what of the pages is made of the code, and build t
 
 .PHONY: lock
 lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
-	@$(BIN)/uv pip compile pyproject.toml --extra local --group test --group lint --group bench \
+	@$(BIN)/uv pip compile pyproject.toml --extra local --extra nixl --group test --group lint --group bench \
 		--group build $(LOCK_FLAGS) $(if $(UPGRADE),--upgrade) -o requirements/all.lock
 	@for part in $(IMAGES); do \
 		$(BIN)/uv pip compile pyproject.toml --extra $$part -c requirements/all.lock \
+			$$([ $$part = engine ] && echo --extra nixl) \
 			$(LOCK_FLAGS) -o requirements/$$part.lock || exit 1; done
 	@$(BIN)/uv pip compile requirements/model.in --no-deps $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/model.lock

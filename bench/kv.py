@@ -2,9 +2,9 @@
 machine can do, and how long a hand-over takes without the bytes.
 
 Two processes, a prefill and a decode worker's KV plane, with blocks of 2 MiB (those of an
-8B model in bf16); interleaved in the same run a memcpy of as many bytes, and a raw socket with
-as many connections, `sendall` into `recv_into`. Checksums are ours alone: both ends compute
-them over every byte.
+8B model in bf16); in the same run a memcpy of as many bytes, a raw socket with as many
+connections, `sendall` into `recv_into`, and one read of all blocks by NIXL's own API (UCX takes
+what this machine has). Checksums are ours alone: both ends compute them over every byte.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ import numpy as np
 import uvloop
 
 from bench.common import Goal, arguments, median, percentile, report, table
+from bench.kv_nixl import direct
 from bench.kv_peer import LAYOUT, made_plane
 
 GOALS = {
@@ -33,7 +34,7 @@ GOALS = {
     "handover_p99_ms": Goal("<=", 15.0),
 }
 _MIB = 1 << 20
-_TRANSPORTS = ("shm", "tcp")
+_TRANSPORTS = ("shm", "tcp", "nixl")
 
 
 class Peer:
@@ -182,22 +183,27 @@ def main(quick: bool) -> None:
     sizes = [2, 64] if quick else [2, 8, 32, 128, 512]
     rounds = 3 if quick else 7
     times = {name: uvloop.run(transfers(name, sizes, rounds)) for name in _TRANSPORTS}
-    rows, ratios = [], {"shm": [], "tcp": []}  # type: tuple[list[Any], dict[str, list[float]]]
+    rows: list[Any] = []
+    ratios: dict[str, list[float]] = {name: [] for name in _TRANSPORTS}
     for size in sizes:
         with raw_socket(size) as once:
             raw_s = median(once() for _ in range(rounds))
+        with direct(size) as once:
+            read_s = median(once() for _ in range(rounds))
         copied_s = median(memcpy_s(size) for _ in range(rounds + 1))
         ours = {name: median(times[name][size]) for name in _TRANSPORTS}
         ratios["shm"].append(copied_s / ours["shm"])
         ratios["tcp"].append(raw_s / ours["tcp"])
-        speeds = [size * _MIB / s / 1e9 for s in (ours["shm"], copied_s, ours["tcp"], raw_s)]
-        rows.append((f"{size} MiB", *speeds))
-    print(table(("size", "shm GB/s", "memcpy", "tcp GB/s", "raw socket"), rows), flush=True)
+        ratios["nixl"].append(read_s / ours["nixl"])
+        times_s = (ours["shm"], copied_s, ours["tcp"], raw_s, ours["nixl"], read_s)
+        rows.append((f"{size} MiB", *(size * _MIB / s / 1e9 for s in times_s)))
+    titles = ("size", "shm GB/s", "memcpy", "tcp GB/s", "raw socket", "nixl GB/s", "NIXL's API")
+    print(table(titles, rows), flush=True)
     latencies = handovers(50 if quick else 1000)
     metrics = {
         "shm_vs_memcpy": median(ratios["shm"][-3:]),
         "tcp_vs_socket": median(ratios["tcp"][-3:]),
-        "nixl_vs_direct": None,
+        "nixl_vs_direct": median(ratios["nixl"][-3:]),
         "handover_p50_ms": percentile(latencies, 50),
         "handover_p99_ms": percentile(latencies, 99),
     }

@@ -315,6 +315,9 @@ def _kv_transfer(node: Node, pools: tuple[Pool, ...]) -> tuple[str, str, Colocat
         if any(pool.role is Role.COLOCATED for pool in pools):
             problem = "places prefill near decode, and a colocated pool has neither"
             node.error("colocate", problem, "leave it out")
+    if transport == "nixl" and quantization != "none":
+        problem = "is for tcp, and nixl carries KV as it is"
+        node.error("quantization", problem, "leave it out, or write transport: tcp")
     node.close()
     return transport, quantization, colocate
 

@@ -109,9 +109,7 @@ def check_supported(
         remedy = "install its chart with certificates.enabled=true, or write another mode"
         errors.append(FieldError("spec.security.tls.mode", problem, remedy))
     if cluster.transport not in settings.transports:
-        problem = f"is {cluster.transport}, which the engine doesn't have yet"
-        if cluster.transport == "shm":
-            problem = "is shm, and pods share no memory"
+        problem = f"is {cluster.transport}, and pods share no memory"
         remedy = f"write {' or '.join(settings.transports)}"
         errors.append(FieldError("spec.kvTransfer.transport", problem, remedy))
     if errors:

@@ -89,7 +89,7 @@ def _settings(found: argparse.Namespace) -> Settings:
         engine_image=found.engine_image or defaults.engine_image,
         router_image=found.router_image or defaults.router_image,
         host_paths=False,  # `restricted` pods can't mount them
-        transports=("auto", "tcp"),  # pods share no memory
+        transports=("auto", "tcp", "nixl"),  # pods share no memory
         certificates=False,  # without a word that it may
     )
     try:

@@ -54,7 +54,7 @@ class Settings:
     router_command: tuple[str, ...] = ("python", "-m", "pd_router")
     convert_command: tuple[str, ...] = ("python", "-m", "pd_engine.convert")
     host_paths: bool = True
-    transports: tuple[str, ...] = ("auto", "tcp", "shm")
+    transports: tuple[str, ...] = ("auto", "tcp", "shm", "nixl")
     rdma_resource: str = "rdma/ib"
     network_policies: bool = True
     operators: tuple[Peer, ...] = ()

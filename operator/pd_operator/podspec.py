@@ -238,13 +238,15 @@ def _engine_env(pool: Pool) -> dict[str, str]:
 
 def _worker_resources(cluster: Cluster, pool: Pool, settings: Settings) -> Manifest:
     """A worker with a device gets what it asks for and nothing beyond: where only one of
-    requests and limits is given, the other is the same."""
+    requests and limits is given, the other is the same. Between pods nixl goes by RDMA."""
     template = pool.template
-    if pool.accelerator is None:
-        return podparts.resources(template.requests, template.limits)
-    devices = {pool.accelerator.resource: str(pool.accelerator.count)}
-    if cluster.transport == "nixl":
+    devices = {}
+    if pool.accelerator is not None:
+        devices[pool.accelerator.resource] = str(pool.accelerator.count)
+    if cluster.transport == "nixl" and not settings.host_paths:
         devices[settings.rdma_resource] = "1"
+    if not devices:
+        return podparts.resources(template.requests, template.limits)
     return podparts.resources(
         {**template.limits, **template.requests, **devices},
         {**template.requests, **template.limits, **devices},

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pd_engine.core import EngineCore
 from pd_engine.guide import Guides
 from pd_engine.health import Health
 from pd_engine.hostmemory import free_host_bytes
+from pd_engine.kv import agents
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import KvPlane, KvSettings
 from pd_engine.kv.shm import SharedMemory
@@ -55,6 +57,7 @@ class Loaded:
 
 def load(settings: Settings) -> Loaded:
     """Loads the model and warms it up. ValueError or OSError say what is wrong with it."""
+    _check_transport(settings)
     certificates = None
     if settings.tls_dir is not None and settings.tls_cluster is not None:
         certificates = Certificates(settings.tls_dir, settings.tls_cluster)
@@ -73,8 +76,9 @@ def load(settings: Settings) -> Loaded:
         max_model_tokens=settings.max_model_tokens,
         threads=settings.threads,
         layer_group=1,  # the finest: KV leaves evenly, and an abandoned step ends soon
-        pool_memory=pool_memory if transport(settings) != "tcp" else None,
+        pool_memory=pool_memory if "shm" in kv_settings(settings).transports else None,
     )
+    _check_locked_memory(settings, runner.kv_buffer.nbytes)
     runner.warmup()
     log.info(
         "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s
@@ -124,12 +128,26 @@ def _patience_s_per_token(runner: Runner) -> float:
     return _PATIENCE / speed if speed > 0 else 0.0
 
 
-def transport(settings: Settings) -> str:
-    """`auto` leaves it at tcp unless all workers are processes of this machine, which the
-    backend for one machine tells by its hosts file: pods share no memory."""
-    if settings.kv_transport == "auto" and not os.environ.get("PD_HOSTS_FILE"):
-        return "tcp"
-    return settings.kv_transport
+def _auto(settings: Settings) -> tuple[str, ...]:
+    """What `auto` may take. Pods share no memory: shm is for processes of one machine, as
+    its backend tells by its hosts file. Without RDMA nixl would be a slower tcp; and as its
+    reads know neither TLS nor quantization, whoever wants those doesn't get it unasked."""
+    if os.environ.get("PD_HOSTS_FILE"):
+        return "shm", "tcp"
+    plain = settings.tls_dir is None and settings.kv_quantization == "none"
+    if plain and agents.rdma_device() and not agents.missing():
+        return "nixl", "tcp"
+    return ("tcp",)
+
+
+def _check_transport(settings: Settings) -> None:
+    """ValueError when the transport that was asked for by name can't be had."""
+    if settings.kv_transport != "nixl":
+        return
+    if missing := agents.missing():
+        raise ValueError(f"--kv-transport=nixl: {missing}")
+    if settings.tls_dir is not None:
+        log.warning("KV goes by nixl, as asked for: what it reads is not encrypted")
 
 
 def kv_settings(settings: Settings) -> KvSettings:
@@ -138,8 +156,25 @@ def kv_settings(settings: Settings) -> KvSettings:
         imports=ImportLimits(lease_s=settings.kv_lease_s),
         kv_rate_limit_bytes_s=settings.kv_rate_limit,
         quantization=settings.kv_quantization,
-        transport=transport(settings),
+        transport=settings.kv_transport,
+        auto=_auto(settings),
     )
+
+
+def _check_locked_memory(settings: Settings, pool_bytes: int) -> None:
+    """RDMA locks the pool into memory, as far as the process may. ValueError when nixl was
+    asked for by name and can't; `auto` takes tcp then."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    enough = limit == resource.RLIM_INFINITY or limit >= pool_bytes
+    if enough or not agents.rdma_device() or "nixl" not in kv_settings(settings).transports:
+        return
+    problem = (
+        f"RDMA locks the KV pool's {pool_bytes >> 20} MiB into memory, and {limit >> 20} MiB "
+        f"may be locked: raise the container runtime's limit (RLIMIT_MEMLOCK, ulimit -l)"
+    )
+    if settings.kv_transport == "nixl":
+        raise ValueError(f"--kv-transport=nixl: {problem}")
+    log.warning("KV goes by tcp: %s", problem)
 
 
 class Worker:
@@ -235,14 +270,14 @@ class Worker:
 
     def _hello(self, work_port: int) -> pb.Hello:
         settings, runner = self._settings, self._loaded.runner
-        layout, which = runner.layout, transport(settings)
+        layout = runner.layout
         return pb.Hello(
             worker=settings.worker_name,
             epoch=self._epoch,
             role=_ROLES[settings.role],
             work_address=f"{settings.host}:{work_port}",
             kv_address=self.core.kv_address if settings.imports else "",
-            transports=["shm", "tcp"] if which == "auto" else [which],
+            transports=kv_settings(settings).transports,
             model=settings.served_name,
             model_hash=layout.model_hash,
             kv_format=wire.kv_format(layout),

@@ -21,8 +21,8 @@ from pd_engine.transfer import (
 )
 from pd_engine.types import RequestKey, TokenOut
 
-SHM_FRAMES = 4
-"""So many times as large are frames by shared memory."""
+MEMORY_FRAMES = 4
+"""So many times as large are frames that carry no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Target:
     @property
     def by_memory(self) -> bool:
         """Frames carry no bytes then, so that larger ones cost less and delay nothing."""
-        return self.transports[0] == "shm"
+        return self.transports[0] in ("shm", "nixl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +377,7 @@ class Exports:
             end += 1
         grows = end in layers and export.sent[end] == sent
         blocks = min(export.ready[start:end]) - sent
-        frame_bytes = self._limits.frame_bytes * (SHM_FRAMES if export.target.by_memory else 1)
+        frame_bytes = self._limits.frame_bytes * (MEMORY_FRAMES if export.target.by_memory else 1)
         if grows and (end - start) * blocks * self._layout.layer_bytes < frame_bytes:
             return None
         count = self._layers_a_frame(end - start, frame_bytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pd_core.identity import Identity, Part, parse_cluster
 
 ROLES = ("prefill", "decode", "both")
-TRANSPORTS = ("auto", "tcp", "shm")
+TRANSPORTS = ("auto", "tcp", "shm", "nixl")
 QUANTIZATIONS = ("none", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -172,7 +172,8 @@ def parse(argv: Sequence[str]) -> Settings:
         "--kv-transport",
         choices=TRANSPORTS,
         default="auto",
-        help="auto: shared memory where all workers are on this machine, else tcp",
+        help="auto: shared memory where all workers are on this machine, else nixl where there"
+        " is RDMA and no TLS, else tcp; nixl needs the package nixl-cu13",
     )
     p.add_argument(
         "--kv-quantization",
@@ -232,6 +233,8 @@ def parse(argv: Sequence[str]) -> Settings:
     given = Settings(**vars(p.parse_args(argv)))
     if given.kv_disk_bytes and not (given.kv_disk_folder and given.kv_host_bytes):
         p.error("--kv-disk-bytes: needs --kv-disk-folder, and --kv-host-bytes to go through")
+    if given.kv_quantization != "none" and given.kv_transport == "nixl":
+        p.error("--kv-quantization: nixl carries KV as it is; leave it out, or take tcp")
     if (given.tls_dir is None) != (given.tls_cluster is None):
         p.error("--tls-dir and --tls-cluster go together")
     return given

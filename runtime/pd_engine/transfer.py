@@ -64,6 +64,16 @@ class KvRange:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """A sender's pool, for a target that reads it from afar: which agent knows it (as NIXL's
+    metadata), and where it is in the sender's memory."""
+
+    agent: bytes
+    address: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class PushHead:
     """What precedes a push's payload. `checksum` is xxh3_64 of the payload; `source_blocks`
     say where it is in the sender's pool, if the target reads it there."""

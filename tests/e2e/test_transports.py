@@ -20,7 +20,7 @@ def sent_by(cluster: Cluster) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"), [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp")], ids=str
+    ("asked", "taken"), [("auto", "shm"), ("shm", "shm"), ("tcp", "tcp"), ("nixl", "nixl")], ids=str
 )
 def test_the_answer_is_right_by_each(
     model: Path, reference: Reference, tmp_path: Path, asked: str, taken: str

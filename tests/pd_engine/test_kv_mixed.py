@@ -288,7 +288,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("nixl", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("frame_bytes", [1, 1 << 20])
 @pytest.mark.parametrize(("p", "d"), FORMS)
 def test_between_two_workers(

@@ -44,6 +44,7 @@ def test_routers() -> None:
         ("--routers localhost", "write HOST:PORT"),
         ("--drain-timeout-s nan", "must be a positive number of seconds"),
         ("--dtype int3", "invalid choice: 'int3'"),
+        ("--kv-transport nixl --kv-quantization int8", "nixl carries KV as it is"),
         ("--tls-dir /tls", "go together"),
         ("--tls-dir /tls --tls-cluster chat", "give NAMESPACE/NAME"),
     ],

@@ -17,7 +17,12 @@ from tests.pd_operator.objects import child, cluster, pool_set, rendered, router
 _GPU = {"resource": "nvidia.com/gpu"}
 OPERATOR = Peer({"kubernetes.io/metadata.name": "pdcluster"}, {"app": "operator"})
 PROMETHEUS = Peer({"kubernetes.io/metadata.name": "monitoring"})
-KUBERNETES = Settings(host_paths=False, operators=(OPERATOR,), monitors_from=(PROMETHEUS,))
+KUBERNETES = Settings(
+    host_paths=False,
+    transports=("auto", "tcp", "nixl"),
+    operators=(OPERATOR,),
+    monitors_from=(PROMETHEUS,),
+)
 
 # Who speaks, to whom, on which port. "*" is anybody.
 FLOWS = {
@@ -176,11 +181,15 @@ def test_requests_and_limits_of_a_worker_with_a_device_are_alike() -> None:
 
 
 def test_nixl_gets_an_rdma_device() -> None:
-    settings = Settings(transports=("auto", "nixl"), rdma_resource="rdma/shared")
+    settings = Settings(host_paths=False, rdma_resource="rdma/shared")
     changes = {"spec.decode.accelerator": _GPU, "spec.kvTransfer.transport": "nixl"}
-    made = pool_set(rendered(cluster(**changes), settings), Role.DECODE)
-    [container] = made["spec"]["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1", "rdma/shared": "1"}
+    made = rendered(cluster(**changes), settings)
+    for role, devices in (
+        (Role.DECODE, {"nvidia.com/gpu": "1", "rdma/shared": "1"}),
+        (Role.PREFILL, {"rdma/shared": "1"}),
+    ):
+        [container] = pool_set(made, role)["spec"]["template"]["spec"]["containers"]
+        assert container["resources"] == {"requests": devices, "limits": devices}
 
 
 def test_how_long_a_start_may_take() -> None:
@@ -221,9 +230,9 @@ def test_volumes_of_the_user_are_mounted() -> None:
             "can't mount it; write persistentVolumeClaim, image or huggingFace",
         ),
         (
-            {"spec.kvTransfer.transport": "nixl"},
-            "spec.kvTransfer.transport: is nixl, which the engine doesn't have yet; write auto "
-            "or tcp or shm",
+            {"spec.kvTransfer.transport": "shm"},
+            "spec.kvTransfer.transport: is shm, and pods share no memory; write auto or tcp or "
+            "nixl",
         ),
     ],
 )

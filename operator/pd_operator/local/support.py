@@ -18,7 +18,7 @@ _KUBERNETES = "is for Kubernetes"
 
 def check(cluster: Cluster) -> None:
     """Raises `InvalidCluster` with everything that can't be had here."""
-    errors = [*_source(cluster), *_transport(cluster), *_tls(cluster)]
+    errors = [*_source(cluster), *_tls(cluster)]
     for path, template in _templates(cluster):
         errors += _volumes(path, template)
     for pool in cluster.pools:
@@ -65,13 +65,6 @@ def _source(cluster: Cluster) -> list[FieldError]:
         return []
     remedy = "write builtin, or hostPath with a folder or a GGUF file"
     return [FieldError(f"spec.model.source.{field}", _KUBERNETES, remedy)]
-
-
-def _transport(cluster: Cluster) -> list[FieldError]:
-    if cluster.transport in ("auto", "tcp", "shm"):
-        return []
-    problem = f"{cluster.transport} is not supported on this machine yet"
-    return [FieldError("spec.kvTransfer.transport", problem, "write auto, tcp or shm")]
 
 
 def _tls(cluster: Cluster) -> list[FieldError]:

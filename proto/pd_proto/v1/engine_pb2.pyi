@@ -531,7 +531,7 @@ class KvReply(_message.Message):
     def __init__(self, welcome: _Optional[_Union[KvWelcome, _Mapping]] = ..., refusal: _Optional[_Union[KvRefusal, _Mapping]] = ..., verdict: _Optional[_Union[KvVerdict, _Mapping]] = ...) -> None: ...
 
 class KvHello(_message.Message):
-    __slots__ = ("protocol_version", "worker", "epoch", "target_epoch", "model_hash", "kv_format", "layout_hash")
+    __slots__ = ("protocol_version", "worker", "epoch", "target_epoch", "model_hash", "kv_format", "layout_hash", "transport", "region")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -539,6 +539,8 @@ class KvHello(_message.Message):
     MODEL_HASH_FIELD_NUMBER: _ClassVar[int]
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_HASH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker: str
     epoch: str
@@ -546,13 +548,27 @@ class KvHello(_message.Message):
     model_hash: str
     kv_format: KvFormat
     layout_hash: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., target_epoch: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ...) -> None: ...
+    transport: str
+    region: KvRegion
+    def __init__(self, protocol_version: _Optional[int] = ..., worker: _Optional[str] = ..., epoch: _Optional[str] = ..., target_epoch: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., transport: _Optional[str] = ..., region: _Optional[_Union[KvRegion, _Mapping]] = ...) -> None: ...
+
+class KvRegion(_message.Message):
+    __slots__ = ("agent", "address", "size")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    agent: bytes
+    address: int
+    size: int
+    def __init__(self, agent: _Optional[bytes] = ..., address: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class KvWelcome(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "transport")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     epoch: str
-    def __init__(self, epoch: _Optional[str] = ...) -> None: ...
+    transport: str
+    def __init__(self, epoch: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class KvRefusal(_message.Message):
     __slots__ = ("reason", "kind")

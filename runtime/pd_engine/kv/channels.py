@@ -165,12 +165,12 @@ class Channels:
         return None
 
     async def _open(self, peer: Peer, names: Sequence[str]) -> Channel:
-        address, epoch = peer
+        address = peer[0]
         sock = None
         try:
             async with asyncio.timeout(self._settings.connect_s):
                 transport, sock = await self._connect(peer, names)
-                await self._shake_hands(sock, epoch)
+                transport = await self._shake_hands(sock, peer, transport, names)
         except BaseException as e:
             if sock is not None:
                 sock.close()
@@ -202,14 +202,27 @@ class Channels:
             FailureKind.TRANSFER_FAILED, f"no KV connection to {peer[0]} by {names[-1]}: {why}"
         )
 
-    async def _shake_hands(self, sock: socket.socket, epoch: str) -> None:
-        hello = frames.encode_hello(self._worker, self._epoch, epoch, self._layout)
+    async def _shake_hands(
+        self, sock: socket.socket, peer: Peer, transport: Transport, names: Sequence[str]
+    ) -> Transport:
+        """Returns by which pushes go: a target that can't read the region that it is offered
+        takes them off the connection, where that is allowed."""
+        address, epoch = peer
+        offer = transport.offer()
+        asked = transport.name if offer is not None else ""
+        hello = frames.encode_hello(self._worker, self._epoch, epoch, self._layout, asked, offer)
         await tcp.send_all(sock, hello)
         reply = frames.parse_reply(await tcp.receive_message(sock))
         if isinstance(reply, frames.Refusal):
             raise RequestFailure(reply.failure.kind, reply.failure.message)
         if not isinstance(reply, frames.Welcome) or reply.epoch != epoch:
             raise frames.FrameError("no welcome from the worker that was meant")
+        if offer is None or reply.transport == transport.name:
+            return transport
+        if "tcp" not in names:
+            why = f"no KV connection to {address} by {asked}: it takes none by {asked}"
+            raise RequestFailure(FailureKind.TRANSFER_FAILED, why)
+        return self._transports["tcp"]
 
     def _unreachable(self, address: str, e: BaseException) -> str:
         if isinstance(e, TimeoutError):

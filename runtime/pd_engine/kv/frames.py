@@ -14,7 +14,15 @@ from google.protobuf.message import DecodeError
 
 from pd_core.failures import Failure, FailureKind
 from pd_core.kv import PROTOCOL_VERSION, KvForm, KvLayout, convertible
-from pd_engine.transfer import AbortHead, KvRange, PushHead, SealHead, TransferId, Verdict
+from pd_engine.transfer import (
+    AbortHead,
+    KvRange,
+    PushHead,
+    Region,
+    SealHead,
+    TransferId,
+    Verdict,
+)
 from pd_engine.wire import first_tokens, kv_format, token_from_pb
 from pd_proto.v1 import engine_pb2 as pb
 
@@ -31,18 +39,24 @@ class FrameError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Opens a connection. `form`: how the sender's KV looks, whatever it may be."""
+    """Opens a connection. `form`: how the sender's KV looks, whatever it may be. With a
+    `region` the sender would like pushes to be read from there, by `transport`."""
 
     protocol_version: int
     worker: str
     epoch: str
     target_epoch: str
     form: KvForm
+    transport: str = ""
+    region: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
+    """`transport`: by which pushes are taken; "" is the connection's own."""
+
     epoch: str
+    transport: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +117,14 @@ def _framed(body: bytes) -> bytes:
 # ---- frames: sender -> target ---------------------------------------------------------
 
 
-def encode_hello(worker: str, epoch: str, target_epoch: str, layout: KvLayout) -> bytes:
+def encode_hello(
+    worker: str,
+    epoch: str,
+    target_epoch: str,
+    layout: KvLayout,
+    transport: str = "",
+    region: Region | None = None,
+) -> bytes:
     hello = pb.KvHello(
         protocol_version=PROTOCOL_VERSION,
         worker=worker,
@@ -112,7 +133,12 @@ def encode_hello(worker: str, epoch: str, target_epoch: str, layout: KvLayout) -
         model_hash=layout.model_hash,
         kv_format=kv_format(layout),
         layout_hash=layout.layout_hash,
+        transport=transport,
     )
+    if region is not None:
+        hello.region.agent = region.agent
+        hello.region.address = region.address
+        hello.region.size = region.size
     return _framed(pb.KvFrame(hello=hello).SerializeToString())
 
 
@@ -176,7 +202,13 @@ def _hello(m: pb.KvHello) -> Hello:
         epoch=m.epoch,
         target_epoch=m.target_epoch,
         form=KvForm.told(m.model_hash, m.kv_format),
+        transport=m.transport,
+        region=_region(m.region) if m.HasField("region") else None,
     )
+
+
+def _region(m: pb.KvRegion) -> Region:
+    return Region(m.agent, m.address, m.size)
 
 
 def _push(m: pb.KvPush) -> PushHead:
@@ -209,7 +241,7 @@ def _seal(m: pb.KvSeal) -> SealHead:
 def encode_reply(reply: Reply) -> bytes:
     match reply:
         case Welcome():
-            message = pb.KvReply(welcome=pb.KvWelcome(epoch=reply.epoch))
+            message = pb.KvReply(welcome=pb.KvWelcome(epoch=reply.epoch, transport=reply.transport))
         case Refusal():
             failure = reply.failure
             refusal = pb.KvRefusal(reason=failure.message, kind=failure.kind)
@@ -233,7 +265,7 @@ def parse_reply(body: bytes) -> Reply:
         raise FrameError(f"not a KvReply: {e}") from e
     match reply.WhichOneof("reply"):
         case "welcome":
-            return Welcome(reply.welcome.epoch)
+            return Welcome(reply.welcome.epoch, reply.welcome.transport)
         case "refusal":
             return Refusal(Failure.from_wire(reply.refusal.kind, reply.refusal.reason))
         case "verdict":

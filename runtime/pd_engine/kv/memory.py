@@ -28,18 +28,25 @@ class KvMemory:
         self, block_ids: Sequence[int], layer_start: int, layer_count: int
     ) -> list[memoryview]:
         """The bytes of these layers of these blocks, in this order."""
-        layout = self.layout
-        if layer_start < 0 or layer_count < 1 or layer_start + layer_count > layout.layers:
-            raise IndexError(f"no {layer_count} layers from {layer_start} of {layout.layers}")
-        whole = layer_count == layout.layers
-        offset, size = layer_start * layout.layer_bytes, layer_count * layout.layer_bytes
-        spans: list[tuple[int, int]] = []
-        for block in block_ids:
-            if not 0 <= block < self.blocks:
-                raise IndexError(f"block {block} of a pool of {self.blocks}")
-            start = block * layout.block_bytes + offset
-            if whole and spans and spans[-1][1] == start:
-                spans[-1] = (spans[-1][0], start + size)
-            else:
-                spans.append((start, start + size))
-        return [self.view[start:end] for start, end in spans]
+        found = spans(self.layout, self.blocks, block_ids, layer_start, layer_count)
+        return [self.view[start:end] for start, end in found]
+
+
+def spans(
+    layout: KvLayout, blocks: int, block_ids: Sequence[int], layer_start: int, layer_count: int
+) -> list[tuple[int, int]]:
+    """Where these layers of these blocks begin and end in a pool of so many blocks."""
+    if layer_start < 0 or layer_count < 1 or layer_start + layer_count > layout.layers:
+        raise IndexError(f"no {layer_count} layers from {layer_start} of {layout.layers}")
+    whole = layer_count == layout.layers
+    offset, size = layer_start * layout.layer_bytes, layer_count * layout.layer_bytes
+    found: list[tuple[int, int]] = []
+    for block in block_ids:
+        if not 0 <= block < blocks:
+            raise IndexError(f"block {block} of a pool of {blocks}")
+        start = block * layout.block_bytes + offset
+        if whole and found and found[-1][1] == start:
+            found[-1] = (found[-1][0], start + size)
+        else:
+            found.append((start, start + size))
+    return found

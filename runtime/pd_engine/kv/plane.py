@@ -26,6 +26,7 @@ from pd_engine.exports import ExportStats
 from pd_engine.imports import ImportStats
 from pd_engine.kv.channels import Channels, ChannelSettings
 from pd_engine.kv.memory import KvMemory
+from pd_engine.kv.nixl import NixlTransport
 from pd_engine.kv.receiver import KvReceiver, ReceiverSettings
 from pd_engine.kv.sender import KvSender
 from pd_engine.kv.shm import ShmTransport
@@ -80,6 +81,12 @@ class KvSettings:
     tick_s: float = 0.25  # how often leases and deadlines are looked at
     quantization: str = "none"  # of what goes by tcp: none, int8, int4
     transport: str = "tcp"  # or another by name, or auto: the best that both ends can do
+    auto: tuple[str, ...] = ("shm", "tcp")  # what auto may take, the best first
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """By which this worker's KV goes and comes."""
+        return self.auto if self.transport == AUTO else (self.transport,)
 
 
 class KvPlane:
@@ -98,15 +105,19 @@ class KvPlane:
         certificates: Certificates | None = None,
     ) -> None:
         settings = settings or KvSettings()
-        self._transport = settings.transport
-        transports: dict[str, Transport] = {"tcp": TcpTransport(certificates)}
-        if settings.transport in (AUTO, "shm"):
+        self._settings = settings
+        by_tcp = TcpTransport(certificates)
+        transports: dict[str, Transport] = {"tcp": by_tcp}  # it also says no
+        if "shm" in settings.transports:
             transports["shm"] = ShmTransport(pool_fd)
-        refused = f"{worker} takes KV by shm alone" if settings.transport == "shm" else ""
+        if "nixl" in settings.transports:
+            transports["nixl"] = NixlTransport(memory, epoch, by_tcp)
+        only = settings.transports[0] if "tcp" not in settings.transports else ""
+        refused = f"{worker} takes KV by {only} alone" if only else ""
+        self._transports = transports
         self._callbacks = callbacks
         self._clock = clock
         self._layout = layout
-        self._tick_s = settings.tick_s
         self._imports = im.Imports(layout, xxhash.xxh3_64, settings.imports)
         self._exports = ex.Exports(layout, xxhash.xxh3_64, settings.exports)
         self._receiver = KvReceiver(
@@ -152,6 +163,8 @@ class KvPlane:
             self.cancel_import(key)
         await self._sender.close()
         await self._receiver.close()
+        for transport in self._transports.values():
+            await transport.close()
 
     @property
     def open_imports(self) -> int:
@@ -228,7 +241,7 @@ class KvPlane:
             target.epoch,
             target.grant,
             target.prefix_tokens,
-            choose(self._transport, target.transport),
+            choose(self._settings.transport, target.transport, self._settings.auto),
         )
         try:
             actions = self._exports.open(
@@ -294,7 +307,7 @@ class KvPlane:
 
     async def _tick_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(self._tick_s)
+            await asyncio.sleep(self._settings.tick_s)
             try:
                 self.tick()
             except Exception:

@@ -19,7 +19,7 @@ from pd_engine.imports import Accept, ImportAction, Imports, Reject
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.codec import Codec, Misfit
 from pd_engine.kv.memory import KvMemory
-from pd_engine.kv.transport import Taker, Transport
+from pd_engine.kv.transport import Taker, Transport, Unreachable
 from pd_engine.transfer import AbortHead, PushHead, SealHead, Verdict
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class ReceiverSettings:
     reply_s: float = 5.0  # for the peer to take a reply
     idle_s: float = 300.0  # longer than senders keep an idle connection
     linger_s: float = 1.0  # for the peer to read the last verdict
+    close_s: float = 10.0  # for receives to be over when the worker ends
 
 
 class KvReceiver:
@@ -62,7 +63,7 @@ class KvReceiver:
         self.clock = clock
         self.settings = settings
         self.refused = refused
-        self._transports = transports
+        self.transports = transports
         self._numbers = itertools.count(1)
         self._connections: dict[int, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,8 +83,10 @@ class KvReceiver:
     async def start(self, host: str, port: int) -> str:
         """Returns the bound address (of tcp, which is always there: it also says no)."""
         address = ""
-        for transport in self._transports.values():
+        for transport in self.transports.values():
             sock = await transport.listen(host, port, self.epoch)
+            if sock is None:
+                continue
             self._socks.append(sock)
             self._spawn(self._accept(sock, transport))
             if transport.name == "tcp":
@@ -100,7 +103,8 @@ class KvReceiver:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.settings.close_s)
         for sock in self._socks:
             sock.close()
         self._socks.clear()
@@ -238,19 +242,33 @@ class _Connection:
         if not isinstance(hello, frames.Hello):
             raise frames.FrameError("the first frame is no hello")
         failure = frames.refuse(hello, receiver.worker, receiver.epoch, receiver.memory.layout)
-        if failure is None and receiver.refused and self.transport.name == "tcp":
-            failure = Failure(FailureKind.TRANSFER_FAILED, receiver.refused)
+        if failure is None:
+            await self._settle(hello)
+            if receiver.refused and self.transport.name == "tcp":
+                failure = Failure(FailureKind.TRANSFER_FAILED, receiver.refused)
         if failure is not None:
             log.warning("KV plane: refused: %s", failure.message)
             await self._send(frames.Refusal(failure))
             self._ending = True
             return False
+        settled = self.transport.name if hello.region is not None else ""
         self._sender = KvLayout.of(hello.form)
         self._taker.open(self._sender)
         if not receiver.memory.layout.same_bytes(self._sender):
             log.info("KV of %s is converted: it is %s", hello.worker, self._sender.describe())
-        await self._send(frames.Welcome(receiver.epoch))
+        await self._send(frames.Welcome(receiver.epoch, settled))
         return True
+
+    async def _settle(self, hello: frames.Hello) -> None:
+        """By which transport pushes come: a region that we can read takes the place of tcp."""
+        offered = self._receiver.transports.get(hello.transport)
+        if hello.region is None or offered is None or self.transport.name != "tcp":
+            return
+        try:
+            self._taker = await offered.admit(hello.epoch, hello.region)
+            self.transport = offered
+        except Unreachable as e:
+            log.warning("KV plane: %s can't come by %s: %s", hello.worker, offered.name, e)
 
     async def _take(self, frame: frames.Frame) -> None:
         receiver = self._receiver

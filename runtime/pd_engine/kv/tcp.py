@@ -17,6 +17,7 @@ import xxhash
 from pd_core.identity import Part
 from pd_core.kv import KvLayout
 from pd_engine.kv.frames import PREFIX_BYTES, checked, encode_push, frame_length
+from pd_engine.kv.transport import Transport
 from pd_engine.transfer import PushHead
 from pd_proto.tls import Certificates
 
@@ -238,7 +239,7 @@ def batches(slices: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
     return found
 
 
-class TcpTransport:
+class TcpTransport(Transport):
     """The payload follows each push on its connection, from pool to pool."""
 
     name = "tcp"

@@ -2,8 +2,9 @@
 
 Each carries the same frames over a stream socket, so leases, checksums, verdicts and the
 end of a connection mean the same everywhere. They differ in where a push's payload is: on
-the socket (tcp), or in memory that both ends see (shm). In any case the receiver writes
-its own memory: what arrives after a transfer was given up finds nobody who takes it.
+the socket (tcp), in memory that both ends see (shm), or in the sender's memory, from where
+the receiver reads it (nixl). In any case the receiver writes its own memory: what arrives
+after a transfer was given up finds nobody who takes it.
 """
 
 import socket
@@ -12,10 +13,10 @@ from typing import Protocol
 
 from pd_core.failures import FailureKind, RequestFailure
 from pd_core.kv import KvLayout
-from pd_engine.transfer import PushHead
+from pd_engine.transfer import PushHead, Region
 
 AUTO = "auto"
-NAMES = ("tcp", "shm")
+NAMES = ("tcp", "shm", "nixl")
 CHOICES = (AUTO, *NAMES)
 
 
@@ -47,7 +48,8 @@ class Taker(Protocol):
 
 
 class Transport(Protocol):
-    """One way for KV to go."""
+    """One way for KV to go. One that has no port of its own shares that of tcp: its hello
+    offers a region, and the welcome says whether the target reads pushes from there."""
 
     @property
     def name(self) -> str: ...
@@ -56,6 +58,10 @@ class Transport(Protocol):
         """A connection to the worker that is (address, epoch). Raises Unreachable where this
         transport has no way there, OSError when it has one and it failed."""
         ...
+
+    def offer(self) -> Region | None:
+        """What the hello says of this worker's pool, once connected."""
+        return None
 
     async def push(
         self,
@@ -68,19 +74,29 @@ class Transport(Protocol):
         """Send one push, head and payload."""
         ...
 
-    async def listen(self, host: str, port: int, epoch: str) -> socket.socket: ...
+    async def listen(self, host: str, port: int, epoch: str) -> socket.socket | None:
+        """None: it shares the port of tcp."""
+        ...
 
     async def greet(self, sock: socket.socket) -> tuple[socket.socket, Taker]:
         """What an accepted connection begins with; returns the socket to use from now on
         (the one given is then part of it, or closed). Raises FrameError, OSError."""
         ...
 
+    async def admit(self, epoch: str, region: Region) -> Taker:
+        """Who takes the pushes of a sender that offers this. Raises Unreachable, FrameError."""
+        raise Unreachable(f"{self.name} reads no region of {epoch}'s {region.size} bytes")
 
-def choose(ours: str, asked: str) -> tuple[str, ...]:
+    async def close(self) -> None:
+        """All connections are over."""
+        return
+
+
+def choose(ours: str, asked: str, auto: tuple[str, ...]) -> tuple[str, ...]:
     """The transports to try, in order. RequestFailure: the two ends don't agree.
 
     `ours` is this worker's setting, `asked` the target's or the router's wish ("": none).
-    Only between two that leave it open is there a second to try.
+    Only between two that leave it open is there a second to try: those of `auto`.
     """
     for name in (ours, asked):
         if name and name not in CHOICES:
@@ -94,4 +110,4 @@ def choose(ours: str, asked: str) -> tuple[str, ...]:
             FailureKind.TRANSFER_FAILED,
             f"this worker sends KV by {ours} alone, and {asked} was asked for",
         )
-    return tuple(named) or ("shm", "tcp")
+    return tuple(named) or auto

@@ -28,11 +28,6 @@ from tests.pd_operator.objects import cluster
             "hostPath with a folder or a GGUF file",
         ),
         (
-            {"spec.kvTransfer.transport": "nixl"},
-            "spec.kvTransfer.transport: nixl is not supported on this machine yet; write auto, "
-            "tcp or shm",
-        ),
-        (
             {"spec.security": {"tls": {"mode": "CertManager"}}},
             "spec.security.tls.mode: is CertManager, which is for Kubernetes; write Auto or "
             "Disabled",
@@ -69,6 +64,7 @@ def test_what_is_accepted() -> None:
         {},
         {"spec.model.source": {"hostPath": "/m"}},
         {"spec.kvTransfer.transport": "tcp"},
+        {"spec.kvTransfer.transport": "nixl"},
     ):
         support.check(cluster(**changes))
 
