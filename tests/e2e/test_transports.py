@@ -1,6 +1,7 @@
 """A cluster of real processes by each transport that one machine has: the same right answer,
 the metrics say by which way the KV went, and a worker that is killed leaves nothing. Pools with
-other blocks: the same answers, for whatever of a prompt decode has already."""
+other blocks: the same answers, for whatever of a prompt decode has already. Pools of two
+precisions: prefill's own is what travels."""
 
 import os
 import signal
@@ -9,14 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster, serving, spec
-from tests.e2e.asking import body, expected, text, text_of
+from tests.e2e.asking import ask, body, expected, text, text_of
 from tests.reference import Reference
+
+
+def bytes_taken(cluster: Cluster) -> dict[str, float]:
+    """KV that the decode worker has taken, by transport."""
+    samples = cluster.metrics(cluster.pod("decode")).get("pdcluster_engine_kv_bytes_total", {})
+    return {dict(labels)["transport"]: size for labels, size in samples.items() if size}
 
 
 def sent_by(cluster: Cluster) -> set[str]:
     """Transports by which the decode worker has taken KV."""
-    samples = cluster.metrics(cluster.pod("decode")).get("pdcluster_engine_kv_bytes_total", {})
-    return {dict(labels)["transport"] for labels, size in samples.items() if size}
+    return set(bytes_taken(cluster))
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,19 @@ def test_pools_with_other_blocks_give_the_same_answers(
             question = body(asked, 12)
             assert text(cluster, question) == expected(reference, question)
         assert sent_by(cluster) == {transport}
+
+
+def test_pools_of_two_precisions(model: Path, reference: Reference, tmp_path: Path) -> None:
+    document = spec(model, dtype="float32")
+    document["spec"]["router"] = {"routing": {"disaggregate": "always"}}
+    document["spec"]["prefill"]["engine"] = {"dtype": "bfloat16"}
+    question = body(text_of(60, 3), 12)
+    blocks = -(-len(reference.ids(question["prompt"])) // 16)
+    with serving(document, tmp_path) as cluster:
+        status, answer = ask(cluster, question)
+        assert status == 200, answer
+        assert answer["usage"]["completion_tokens"] == 12
+        layers, kv_heads, head_dim, two_bytes = 3, 2, 16, 2
+        assert bytes_taken(cluster) == {
+            "shm": blocks * 16 * 2 * layers * kv_heads * head_dim * two_bytes
+        }
