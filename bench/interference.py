@@ -324,7 +324,7 @@ def main(quick: bool) -> None:
     tokenizer = load_tokenizer(folder)
     prompts = (prompt_of(tokenizer, plan.long_tokens, 1000 + i) for i in range(10_000))
 
-    print(f"about {1 if quick else 25} minutes; nothing else should run meanwhile", flush=True)
+    print(f"about {1 if quick else 35} minutes; nothing else should run meanwhile", flush=True)
     pd, shorts = run_pd(folder, plan, prompts, guesses=False)
     for name in ("quiet", "control", "PD"):
         check_samples(name, pd[name], quick)
