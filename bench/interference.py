@@ -66,7 +66,7 @@ FULL = Plan(
     rounds=5,
     both_rounds=2,
     quiet_s=12.0,
-    chunks=(512, 256, 128),
+    chunks=(512, 256, 128, 64),
     short_rounds=2,
     guess_rounds=2,
 )
