@@ -242,7 +242,7 @@ class Reconciler:
             wanted = replace(wanted, surroundings=(*certified.secrets, *wanted.surroundings))
         wanted = _available(wanted, world.absent)
         done = await self._carry_out(key, wanted, seen)
-        await self._write_pools(key, cluster, done.seen, sizes)
+        seeded = await self._write_pools(key, cluster, done.seen, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
@@ -252,7 +252,10 @@ class Reconciler:
         await self._write_status(key, document, new)
         due_s = max(SOON_S, certified.due_s(self._clock()))
         again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
+        if seeded:  # the watch tells nothing new of what we wrote ourselves
+            again_s = min(again_s, SOON_S)
         busy = done.plan.operations or done.plan.again_s or sizes.written or is_scaled(cluster)
+        busy = busy or seeded
         return again_s, None if busy or lacking or due_s < RESYNC_S else new
 
     async def _certify(
@@ -321,8 +324,9 @@ class Reconciler:
             if isinstance(one, Scale):
                 log.info("%s", line(said))
 
-    async def _write_pools(self, key: Key, cluster: Cluster, seen: Observed, sizes: _Sizes) -> None:
-        """Seeds PDPools that were made just now, and says what runs of each."""
+    async def _write_pools(self, key: Key, cluster: Cluster, seen: Observed, sizes: _Sizes) -> bool:
+        """Seeds PDPools that were made just now, and says what runs of each other one. True:
+        some were seeded, and what runs of them is still to be said."""
         writes = replicas.writes(cluster, seen, sizes.replicas)
         for write in writes:
             await self._write_replicas(key, write)
@@ -330,6 +334,7 @@ class Reconciler:
         for item, new in replicas.pool_statuses(cluster, seen):
             if item["metadata"]["name"] not in written:  # its version is another one now
                 await self._backend.write_status(key, item, new)
+        return bool(writes)
 
     async def _write_replicas(self, key: Key, write: replicas.Write) -> None:
         log.info("cluster=%s/%s PDPool %s: %d replicas", *key, write.name, write.replicas)
