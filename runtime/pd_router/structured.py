@@ -139,6 +139,17 @@ def checker() -> ThreadPoolExecutor:
 
 def check(form: Form) -> None:
     """BadForm unless the grammar can be kept to. For `checker` alone."""
-    failed, said = LLMatcher.validate_grammar_with_warnings(form.grammar)
+    try:
+        failed, said = LLMatcher.validate_grammar_with_warnings(form.grammar)
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise BadForm(form.param, "can't be read: write it more simply") from error
     if failed:
         raise BadForm(form.param, f"can't be kept to: {' '.join(said[0].split())[:_SAID]}")
+
+
+def _is_panic(error: BaseException) -> bool:
+    """llguidance is Rust, and some nonsense makes it panic: pyo3 raises what is no Exception,
+    of a class that can't be imported."""
+    return type(error).__name__ == "PanicException"

@@ -9,7 +9,7 @@ import pytest
 
 from pd_router.errors import ApiError
 from pd_router.openai import parse_chat
-from pd_router.structured import BadForm, Form, check, checker, form_of
+from pd_router.structured import BadForm, Form, StructuredOutputs, check, checker, form_of
 from tests import client
 from tests.pd_router.http_rig import MODEL, go, rig, says
 
@@ -76,6 +76,16 @@ def test_what_cant_be_kept_to(outputs: dict[str, Any], said: str) -> None:
     with pytest.raises(BadForm, match=said) as caught:
         checked(found)
     assert "\n" not in caught.value.message
+
+
+def test_a_schema_that_makes_the_library_panic_is_refused() -> None:
+    """It cuts what it quotes in its message within a character."""
+    many = "\N{REPLACEMENT CHARACTER}" * 60
+    schema = json.dumps({"minimum": {"name": {"type": "strinteger", many: 1}}})
+    found = form_of(None, StructuredOutputs(json=schema))
+    assert found is not None
+    with pytest.raises(BadForm, match="more simply"):
+        checker().submit(check, found).result(30)
 
 
 def test_tools_beside_a_form() -> None:
