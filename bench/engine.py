@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,10 @@ def against(
     yield f"{plan.requests} requests, {AT_A_TIME} at a time, new tokens/s", total / a, total / b
 
 
+def _many_s(llama: Llama, plan: Plan, seed: int) -> float:
+    return llama.many_s(many_requests(plan, seed))
+
+
 def against_llama(
     plan: Plan, ours: Ours, quick: bool, metrics: dict[str, float | None]
 ) -> Iterator[Row]:
@@ -404,7 +409,7 @@ def against_llama(
             a, b, metrics[key] = alternate(
                 plan.rounds,
                 lambda i: ours.many_s(many_requests(plan, i)),
-                lambda i, llama=llama: llama.many_s(many_requests(plan, i)),  # type: ignore[misc]
+                partial(_many_s, llama, plan),
             )
         finally:
             llama.close()

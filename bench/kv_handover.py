@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from typing import Any
 
 from pd_proto.v1 import engine_pb2 as pb
+from tests.pd_engine import core_rig
 from tests.pd_engine.core_rig import Engine
 
 _PROMPT = 16
@@ -28,25 +28,10 @@ async def run(count: int) -> list[float]:
 
 
 async def _once(prefill: Engine, decode: Engine, number: int, prompt: list[int]) -> float:
-    attempt: dict[str, Any] = {
-        "handle": number,
-        "id": pb.TransferId(request=f"r{number}", attempt=1),
-        "token_ids": prompt,
-        "prompt_tokens": len(prompt),
-        "choices": [0],
-        "sampling": pb.Sampling(max_tokens=2),
-        "deadline_s": 10.0,
-    }
-    decode.send(generate=pb.Generate(**attempt, grant_wait_s=5.0))
+    asked = core_rig.generate(number, prompt, sampling=pb.Sampling(max_tokens=2))
+    decode.send(generate=asked)
     granted = await decode.event("granted", number)
     started = time.perf_counter()
-    target = pb.KvTarget(
-        worker="decode-0",
-        epoch="epoch-decode",
-        kv_address=granted.kv_address,
-        grant=granted.grant,
-        prefix_tokens=granted.prefix_tokens,
-    )
-    prefill.send(prefill=pb.Prefill(**attempt, target=target, lease_s=10.0))
+    prefill.send(prefill=core_rig.prefill(asked, granted, transport=""))
     await decode.tokens(number, 0, 1)
     return (time.perf_counter() - started) * 1000

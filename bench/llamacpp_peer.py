@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import llama_cpp as llama  # type: ignore[import-not-found,unused-ignore]
+import llama_cpp as llama
 import numpy as np
 
 _SEQUENCES = 8

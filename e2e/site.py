@@ -110,9 +110,7 @@ class Site:
         """A namespace under the `restricted` Pod Security Standard, with a claim on the
         packages and, where given, one on a model's folder."""
         name = f"test-{secrets.token_hex(3)}"
-        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-        metadata = {"name": name, "labels": labels}
-        self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        self.api.create(restricted(name))
         volumes: list[str] = []
         try:
             volumes.append(claims.claim(self.api, name, PACKAGES, images.host_packages()))
@@ -180,6 +178,13 @@ class Site:
         return self.api.items("v1", "Pod", namespace, labels)
 
 
+def restricted(name: str) -> Manifest:
+    """A namespace that enforces the `restricted` Pod Security Standard."""
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    metadata = {"name": name, "labels": labels}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
+
+
 def worker_template() -> dict[str, Any]:
     """For the thin image: its packages come by a claim."""
     return {
@@ -242,10 +247,7 @@ BUILTIN_MODEL = {"builtin": "smollm2-135m-instruct"}
 
 def demo(api: Api, namespace: str) -> Manifest:
     """Makes the namespace with what the thin image needs; gives a PDCluster for it."""
-    if api.find("v1", "Namespace", namespace) is None:
-        labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-        metadata = {"name": namespace, "labels": labels}
-        api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    api.apply(restricted(namespace))
     claims.claim(api, namespace, PACKAGES, images.host_packages())
     model = {"name": "smollm2", "source": BUILTIN_MODEL, "dtype": "float32"}
     made = document("demo", BUILTIN_MODEL, model=model, prefill=pool(1), decode=pool(1))

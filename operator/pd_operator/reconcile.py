@@ -254,9 +254,9 @@ class Reconciler:
         again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
         if seeded:  # the watch tells nothing new of what we wrote ourselves
             again_s = min(again_s, SOON_S)
-        busy = done.plan.operations or done.plan.again_s or sizes.written or is_scaled(cluster)
-        busy = busy or seeded
-        return again_s, None if busy or lacking or due_s < RESYNC_S else new
+        wrote = done.plan.operations or sizes.written or seeded
+        calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
+        return again_s, new if calm and due_s >= RESYNC_S else None
 
     async def _certify(
         self, key: Key, cluster: Cluster, seen: Observed

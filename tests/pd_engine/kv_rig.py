@@ -6,6 +6,7 @@ import mmap
 import os
 import random
 import time
+import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from pd_engine.kv.shm import SharedMemory
 from pd_engine.types import RequestKey, TokenOut
 from pd_proto.tls import Certificates
 from pd_proto.v1 import engine_pb2 as pb
+from tests.pd_engine.kv_proxy import Do, Proxy
 
 WAIT_S = 20.0
 LAYOUT = KvLayout("a" * 64, "float32", block_tokens=4, layers=6, kv_heads=2, head_dim=8)
@@ -270,3 +272,31 @@ def transfer(
     source = tuple(ids[:count])
     random.Random(number + 1).shuffle(ids)
     return Transfer((1, number), tokens, source, tuple(ids[:count]), prefix_blocks, choices)
+
+
+def epoch() -> str:
+    """Not that of other tests which run at the same time."""
+    return str(uuid.uuid4())
+
+
+async def hand_over(t: Transfer, prefill: Worker, decode: Worker, transport: str = "") -> str:
+    """To its end; returns the transport by which decode says that it came."""
+    t.open(prefill, decode, transport=transport)
+    prefill.plane.export_progress(t.key, t.tokens // 2)
+    t.seal(prefill)
+    _, _, _, stats = await decode.told.wait("committed", t.key)
+    assert (await prefill.told.wait("done", t.key))[2] is True
+    t.check_bytes(prefill, decode)
+    return str(stats.transport)
+
+
+async def check_flipped_bit(t: Transfer, prefill: Worker, decode: Worker) -> None:
+    """A bit of its second frame is flipped on the way: it fails closed, nothing is written."""
+    flip = Proxy(decode.address, lambda number, _: Do.FLIP if number == 1 else Do.PASS)
+    async with flip as proxy:
+        t.open(prefill, decode, address=proxy.address)
+        t.seal(prefill)
+        failure = (await decode.told.wait("import_failed", t.key))[2]
+        assert "checksum" in failure.message
+        assert not any(decode.pool)
+        await prefill.told.wait_any(("done", "export_failed"), t.key)

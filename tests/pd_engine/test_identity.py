@@ -124,4 +124,4 @@ def test_tokens_are_transformers(way: Way, models: Path, guides: Guides) -> None
     found = handed_over(prefill, decode, asked) if way.handed_over else decode.write(asked)
     assert found == expected
     assert (prefill.last_cached_tokens > 0) == way.cached
-    assert (decode.preempted > 0) == way.preempted
+    assert (decode.scheduler.preempted > 0) == way.preempted

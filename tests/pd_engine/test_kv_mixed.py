@@ -23,7 +23,6 @@ from pd_engine.kv.plane import KvPlane, KvSettings
 from pd_engine.transfer import ExportLimits, PushHead, TransferId
 from pd_engine.types import Mode, Sampling
 from tests.pd_engine import kv_rig, worker_rig
-from tests.pd_engine.kv_proxy import Do, Proxy
 from tests.pd_engine.transfer_rig import Digest
 from tests.reference import Reference
 from tests.tiny_model import tiny_model_dir
@@ -326,15 +325,7 @@ def test_a_flipped_bit_fails_closed_and_writes_nothing(run: Run) -> None:
     async def body() -> None:
         p, d = layout("float32", 4), layout("bfloat16", 8)
         async with kv_rig.pair(layout=p, decode_layout=d) as (prefill, decode):
-            flip = Proxy(decode.address, lambda number, _: Do.FLIP if number == 1 else Do.PASS)
-            async with flip as proxy:
-                t = mixed(1, 40, p, d)
-                t.open(prefill, decode, address=proxy.address)
-                t.seal(prefill)
-                failure = (await decode.told.wait("import_failed", t.key))[2]
-                assert "checksum" in failure.message
-                assert not any(decode.pool)
-                await prefill.told.wait_any(("done", "export_failed"), t.key)
+            await kv_rig.check_flipped_bit(mixed(1, 40, p, d), prefill, decode)
 
     run(body())
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +25,16 @@ from pd_engine.kv.plane import KvSettings
 from pd_engine.transfer import ExportLimits, ImportLimits, KvRange, PushHead, Region, TransferId
 from pd_proto.tls import Certificates
 from tests.certificates import Authority
-from tests.pd_engine.kv_rig import LAYOUT, WAIT_S, Transfer, Worker, pair, transfer, worker
+from tests.pd_engine.kv_rig import (
+    LAYOUT,
+    WAIT_S,
+    Worker,
+    epoch,
+    hand_over,
+    pair,
+    transfer,
+    worker,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -40,21 +48,6 @@ BIG = KvLayout("m", "float32", block_tokens=16, layers=4, kv_heads=8, head_dim=6
 def by(transport: str = "nixl", frame_bytes: int = 1 << 20, **more: Any) -> KvSettings:
     exports = ExportLimits(frame_bytes=frame_bytes)
     return KvSettings(transport=transport, auto=("nixl", "tcp"), exports=exports, **more)
-
-
-def epoch() -> str:
-    return str(uuid.uuid4())
-
-
-async def hand_over(t: Transfer, prefill: Worker, decode: Worker, transport: str = "") -> str:
-    """To its end; returns the transport by which decode says that it came."""
-    t.open(prefill, decode, transport=transport)
-    prefill.plane.export_progress(t.key, t.tokens // 2)
-    t.seal(prefill)
-    _, _, _, stats = await decode.told.wait("committed", t.key)
-    assert (await prefill.told.wait("done", t.key))[2] is True
-    t.check_bytes(prefill, decode)
-    return str(stats.transport)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, BIG], ids=["small slices", "large slices"])
@@ -423,7 +416,7 @@ def test_an_agent_that_fails_has_no_reads() -> None:
 
 _PREFILL = """
 import asyncio, sys
-from tests.pd_engine.kv_rig import worker
+from tests.pd_engine.kv_rig import epoch, hand_over, worker
 from tests.pd_engine.test_kv_nixl import BIG, by
 from pd_proto.v1 import engine_pb2 as pb
 

@@ -9,8 +9,7 @@ import pytest
 
 from pd_engine.kv.plane import KvSettings
 from pd_engine.transfer import ExportLimits
-from tests.pd_engine.kv_proxy import Do, Proxy
-from tests.pd_engine.kv_rig import LAYOUT, Worker, pair, transfer
+from tests.pd_engine.kv_rig import LAYOUT, Worker, check_flipped_bit, pair, transfer
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
@@ -59,15 +58,7 @@ def test_a_flipped_bit_fails_closed_and_writes_nothing(run: Run) -> None:
     async def body() -> None:
         async with pair(settings("int8")) as (prefill, decode):
             fill(prefill)
-            flip = Proxy(decode.address, lambda number, _: Do.FLIP if number == 1 else Do.PASS)
-            async with flip as proxy:
-                t = transfer(1, 40)
-                t.open(prefill, decode, address=proxy.address)
-                t.seal(prefill)
-                failure = (await decode.told.wait("import_failed", t.key))[2]
-                assert "checksum" in failure.message
-                assert not any(decode.pool)
-                await prefill.told.wait_any(("done", "export_failed"), t.key)
+            await check_flipped_bit(transfer(1, 40), prefill, decode)
 
     run(body())
 

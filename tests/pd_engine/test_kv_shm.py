@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from pd_core.failures import FailureKind
 from pd_engine.kv import frames, shm
 from pd_engine.kv.plane import KvSettings
 from pd_engine.transfer import ExportLimits
-from tests.pd_engine.kv_rig import LAYOUT, Transfer, Worker, pair, transfer
+from tests.pd_engine.kv_rig import LAYOUT, epoch, hand_over, pair, transfer
 
 pytestmark = pytest.mark.slow
 
@@ -30,22 +29,6 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 def by(transport: str, frame_bytes: int = 1 << 20) -> KvSettings:
     return KvSettings(transport=transport, exports=ExportLimits(frame_bytes=frame_bytes))
-
-
-def epoch() -> str:
-    """Not that of other tests which run at the same time."""
-    return str(uuid.uuid4())
-
-
-async def hand_over(t: Transfer, prefill: Worker, decode: Worker, transport: str = "") -> str:
-    """To its end; returns the transport by which decode says that it came."""
-    t.open(prefill, decode, transport=transport)
-    prefill.plane.export_progress(t.key, t.tokens // 2)
-    t.seal(prefill)
-    _, _, _, stats = await decode.told.wait("committed", t.key)
-    assert (await prefill.told.wait("done", t.key))[2] is True
-    t.check_bytes(prefill, decode)
-    return str(stats.transport)
 
 
 @pytest.mark.parametrize("frame_bytes", [1, 5000, 1 << 20])
@@ -179,7 +162,7 @@ def test_what_is_no_pool_is_refused(run: Run, what: str) -> None:
 
 _PREFILL = """
 import asyncio, sys
-from tests.pd_engine.kv_rig import worker
+from tests.pd_engine.kv_rig import epoch, hand_over, worker
 from pd_engine.kv.plane import KvSettings
 from tests.pd_engine import kv_rig
 from pd_proto.v1 import engine_pb2 as pb

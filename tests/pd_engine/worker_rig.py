@@ -9,7 +9,7 @@ from pd_engine.blocks import BlockPool
 from pd_engine.guide import Guides
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
-from pd_engine.sequence import Sequence as Seq
+from pd_engine.sequence import Sequence as Chain
 from pd_engine.types import (
     Granted,
     Mode,
@@ -25,6 +25,16 @@ from tests.tiny_model import tiny_model_dir
 
 _BLOCK_TOKENS = 16
 PROMPT = [5, 9, 200, 9, 31, 77, 9, 5, 140, 12, 12, 480, 7, 9, 5, 33, 18, 9]
+
+
+class Counting(Scheduler):
+    """Says how often it has preempted."""
+
+    preempted = 0
+
+    def _preempt(self, seq: Chain) -> None:
+        self.preempted += 1
+        super()._preempt(seq)
 
 
 class Worker:
@@ -59,20 +69,13 @@ class Worker:
             draft_price=0.01,
         )
         pool = BlockPool(self.runner.num_blocks, block_tokens)
-        self.scheduler = Scheduler(config, pool)
+        self.scheduler = Counting(config, pool)
         self._guides = guides
         self.out: dict[RequestKey, list[TokenOut]] = {}
         self.grants: dict[RequestKey, Granted] = {}
-        self.drafted = self.guessed = self.preempted = self.last_cached_tokens = 0
+        self.drafted = self.guessed = self.last_cached_tokens = 0
         self._prompt = tuple(prompt)
         self._added = 0
-        preempt = self.scheduler._preempt
-
-        def counted(seq: Seq) -> None:
-            self.preempted += 1
-            preempt(seq)
-
-        self.scheduler._preempt = counted  # type: ignore[method-assign]
 
     def add(
         self,

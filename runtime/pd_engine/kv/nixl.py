@@ -26,7 +26,7 @@ from pd_engine.kv import frames, tcp
 from pd_engine.kv.agents import Agent, AgentError, Read, Reader, ReadFailed, Span
 from pd_engine.kv.memory import KvMemory, spans
 from pd_engine.kv.tcp import TcpTransport
-from pd_engine.kv.transport import Transport, Unreachable
+from pd_engine.kv.transport import Unreachable
 from pd_engine.transfer import PushHead, Region
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ Piece = tuple[memoryview, int]
 """What is filled, and from where in the sender's memory."""
 
 
-class NixlTransport(Transport):
+class NixlTransport(tcp.ByMemory):
     """See the module. Agents are made when the first peer comes: a worker only needs those
     of its side, and registering a pool takes a while."""
 
@@ -73,17 +73,6 @@ class NixlTransport(Transport):
             return None
         memory = self._memory.view
         return Region(self._offering.metadata, _address(memory), memory.nbytes)
-
-    async def push(
-        self,
-        sock: socket.socket,
-        head: PushHead,
-        block_ids: Sequence[int],
-        slices: Sequence[memoryview],
-        scratch: memoryview,
-    ) -> None:
-        del slices, scratch
-        await tcp.send_all(sock, frames.encode_push(head, tuple(block_ids)))
 
     # ---- the target's end -----------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import xxhash
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.memory import KvMemory
-from pd_engine.kv.transport import Transport, Unreachable
+from pd_engine.kv.transport import Unreachable
 from pd_engine.transfer import PushHead
 
 _MARK = b"\0"  # one byte, to carry the descriptor
@@ -48,7 +48,7 @@ class SharedMemory:
             raise
 
 
-class ShmTransport(Transport):
+class ShmTransport(tcp.ByMemory):
     """See the module. `fd` is None where the pool can't be shared: it only receives."""
 
     name = "shm"
@@ -75,17 +75,6 @@ class ShmTransport(Transport):
             sock.close()
             raise
         return sock
-
-    async def push(
-        self,
-        sock: socket.socket,
-        head: PushHead,
-        block_ids: Sequence[int],
-        slices: Sequence[memoryview],
-        scratch: memoryview,
-    ) -> None:
-        del slices, scratch
-        await tcp.send_all(sock, frames.encode_push(head, tuple(block_ids)))
 
     # ---- the target's end ----------------------------------------------------------------
 

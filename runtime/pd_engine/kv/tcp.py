@@ -239,6 +239,21 @@ def batches(slices: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
     return found
 
 
+class ByMemory(Transport):
+    """Pushes only name blocks: the target takes the bytes out of the sender's memory."""
+
+    async def push(
+        self,
+        sock: socket.socket,
+        head: PushHead,
+        block_ids: Sequence[int],
+        slices: Sequence[memoryview],
+        scratch: memoryview,
+    ) -> None:
+        del slices, scratch
+        await send_all(sock, encode_push(head, tuple(block_ids)))
+
+
 class TcpTransport(Transport):
     """The payload follows each push on its connection, from pool to pool."""
 
