@@ -1,11 +1,15 @@
 """What a request needs before it can be queued, and may have to wait for: the guide of its
 grammar, and KV that was moved out of the pool."""
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from pd_core.failures import FailureKind, RequestFailure
 from pd_engine.archive import Archive, Refill
 from pd_engine.types import Guide, Request
+
+log = logging.getLogger("pd_engine.intake")
 
 
 class Guides(Protocol):
@@ -51,11 +55,19 @@ class Intake:
         return found
 
     async def fulfil(self, needs: Needs) -> None:
-        """RequestFailure when its grammar is of no use. KV that can't be had is computed."""
-        if needs.to_compile and self.guides is not None:
-            needs.guide = await self.guides.make(needs.request.sampling.grammar)
-        if needs.refill is not None and self.archive is not None:
-            await self.archive.bring(needs.refill)
+        """RequestFailure when its grammar is of no use, or by a mistake of ours. KV that can't
+        be had is computed."""
+        try:
+            if needs.to_compile and self.guides is not None:
+                needs.guide = await self.guides.make(needs.request.sampling.grammar)
+            if needs.refill is not None and self.archive is not None:
+                await self.archive.bring(needs.refill)
+        except RequestFailure:
+            raise
+        except Exception as error:
+            log.exception("request=%s couldn't be prepared", needs.request.request_id)
+            message = f"{type(error).__name__}: {error}"
+            raise RequestFailure(FailureKind.INTERNAL, message) from error
 
     def repay(self, needs: Needs) -> None:
         """Gives back what the refill has borrowed; the pool has its KV by now, or never."""

@@ -309,7 +309,7 @@ class HeldGuides:
         return await asyncio.shield(self.answer)
 
 
-@pytest.mark.parametrize("end", ["compiled", "refused", "cancelled"])
+@pytest.mark.parametrize("end", ["compiled", "refused", "broken", "cancelled"])
 def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(end: str) -> None:
     async def run() -> None:
         async with pair() as (_, d):
@@ -325,6 +325,11 @@ def test_a_grammar_that_takes_long_holds_up_its_own_request_alone(end: str) -> N
             if end == "refused":
                 guides.answer.set_exception(RequestFailure(FailureKind.NO_CAPACITY, "too slow"))
                 assert (await d.event_of_failure(1)).message == "too slow"
+            elif end == "broken":
+                guides.answer.set_exception(LookupError("no such thing"))
+                failed = await d.event_of_failure(1)
+                assert failed.kind == FailureKind.INTERNAL
+                assert failed.message == "LookupError: no such thing"
             else:
                 guides.answer.set_result(AnyToken())
             if end == "compiled":
