@@ -40,7 +40,7 @@ MAX_SEQUENCES = 128  # prompts times choices
 COMPLETION_DEFAULT_TOKENS = 16  # as OpenAI's /v1/completions has it
 MAX_PRIORITY = 1000
 _MASK64 = (1 << 64) - 1
-_TOKEN_ID = re.compile(r"[0-9]{1,9}")
+_TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,8})")  # one name for each token
 
 # Taken only with one of these values, which change nothing.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -430,8 +430,10 @@ def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:
         raise invalid("logit_bias", f"'logit_bias' names more than {MAX_BIASES} tokens.")
     found: dict[int, float] = {}
     for key, bias in biases.items():
-        if not _TOKEN_ID.fullmatch(key) or int(key) in found:
-            message = f"'logit_bias' has the key {key[:40]!r}; its keys are token ids, once each."
+        if not _TOKEN_ID.fullmatch(key):
+            message = (
+                f"'logit_bias' has the key {key[:40]!r}; its keys are token ids, such as '42'."
+            )
             raise invalid("logit_bias", message)
         if not -MAX_BIAS <= bias <= MAX_BIAS:
             where = f"logit_bias.{key}"

@@ -94,7 +94,9 @@ def plain(document: dict[str, Any]) -> dict[str, Any]:
         fields["max_tokens"] = {"type": "integer", "minimum": 0, "maximum": 16}
         fields["n"] = {"type": "integer", "minimum": 1, "maximum": 3}
         fields["stop_token_ids"] = ids
-        fields["logit_bias"]["anyOf"][0]["propertyNames"] = {"pattern": "^[1-4]?[0-9]{1,2}$"}
+        fields["logit_bias"]["anyOf"][0]["propertyNames"] = {
+            "pattern": "^([1-4]?[0-9]|[1-4][0-9]{2})$"
+        }
         schemas[name]["required"].append("max_tokens")
     schemas["ChatRequest"]["properties"]["messages"]["maxItems"] = 3
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, ids]}

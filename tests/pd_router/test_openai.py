@@ -269,6 +269,7 @@ def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
         ({"repetition_penalty": 11}, "repetition_penalty", "invalid_value"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5", "invalid_value"),
         ({"logit_bias": {"5": "a"}}, "logit_bias[...]", "invalid_type"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "invalid_value"),  # would be 5 once more
         ({"logit_bias": {"five": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"-5": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "invalid_value"),

@@ -38,6 +38,7 @@ _MOST_BATCH = 64.0  # times the mean batch seen: no line is drawn further
 _NO_TARGET_WAIT_S = 1.0
 _NO_TARGET_QUANTILE = 0.95
 _ROUNDING = 1e-9
+_SLOWEST_TOKENS_PER_S = 1e-3  # no worker is: a lower speed says that it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,12 @@ class Case:
 
     @property
     def kv_room(self) -> float:
-        """Tokens of KV that a worker's sequences may fill; 0: not known."""
+        """Tokens of KV that a worker's sequences may fill; less than one: not known."""
         return self.pool.kv_tokens_each * (1 - KV_HEADROOM)
 
     def by_kv(self, sequences: float) -> float:
         """Workers for the KV of so many sequences; 0: not known."""
-        if self.kv_room <= 0:
+        if self.kv_room < 1:
             return 0.0
         return _with_chance(sequences) * (self.learned.kv_each or 0.0) / self.kv_room
 
@@ -108,7 +109,7 @@ def decode(case: Case) -> Need:
         return Need(None, {"sequences_per_s": flow.sequences, "running": pool.running})
     batch, infeasible = _largest_batch(spec, pool, learned)
     most, _ = _largest_batch(spec, pool, replace(learned, spread=1.0))
-    if case.kv_room > 0 and learned.kv_each:
+    if case.kv_room >= 1 and learned.kv_each:
         # Where KV lets no more run, steps are shorter than the target, and stays too.
         batch = max(min(batch, case.kv_room / learned.kv_each), 1.0)
         most = max(min(most, case.kv_room / learned.kv_each), 1.0)
@@ -177,7 +178,7 @@ def _by_waiting(case: Case, tokens: float, backlog: float, speed: float) -> Need
     numbers = {"tokens_per_s": tokens, "backlog_tokens": backlog, "speed": speed}
     if not (tokens or backlog or requests):
         return Need(0, numbers)
-    if speed <= 0:
+    if speed < _SLOWEST_TOKENS_PER_S:
         return Need(None, numbers)
     target_s = (spec.ttft.seconds if spec.ttft else _NO_TARGET_WAIT_S) - learned.overhead_s
     allowed = 1 - (spec.ttft.quantile if spec.ttft else _NO_TARGET_QUANTILE)

@@ -3,6 +3,7 @@ bounds or budget; more demand never means fewer workers; a pool about which noth
 doesn't move; constant input never makes a see-saw; the same input gives the same decision; one
 pool's noise doesn't move the other."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -103,7 +104,15 @@ def specs(draw: st.DrawFn) -> Spec:
     return Spec(tuple(pools), gpus, Ratio(low, low + draw(st.floats(0, 4))))
 
 
+HARDLY_A_SPEED = observations(
+    0.0, 1.0, uncached={}, prefill=PoolSignals(announced_tokens_per_s=5e-324)
+)
+HARDLY_ROOM = observations(0.0, 1.0, decode=PoolSignals(kv_tokens_each=5e-324))
+
+
 @given(specs(), st.lists(seen(), min_size=1, max_size=6), st.sampled_from([State(), LEARNED]))
+@example(Spec((prefill(0), decode(0))), [HARDLY_A_SPEED], State())
+@example(Spec((prefill(0), decode(0))), [HARDLY_ROOM], LEARNED)
 def test_never_beyond_bounds_or_budget(spec: Spec, looks: list[Observations], state: State) -> None:
     now = 0.0
     for found in looks:
@@ -118,6 +127,7 @@ def test_never_beyond_bounds_or_budget(spec: Spec, looks: list[Observations], st
             assert pool.minimum <= decision.replicas <= pool.maximum
             assert isinstance(decision, Scale) == (decision.replicas != pool.replicas)
             assert decision.reason
+            assert all(map(math.isfinite, decision.numbers.values())), decision.numbers
         if spec.gpus is not None:
             sizes = [decisions[pool.role].replicas * pool.gpus_each for pool in spec.pools]
             assert sum(sizes) <= spec.gpus
