@@ -196,7 +196,7 @@ def _target(node: Node | None) -> Target | None:
         return None
     node.required("target", 'a duration, such as target: "500ms"')
     target = Target(
-        node.number("percentile", 99.0, above=0, below=100),
+        node.number("percentile", 99.0, above=1, below=100),
         node.duration("target", 1.0, 0.001, 3600),
     )
     node.close()

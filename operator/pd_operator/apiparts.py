@@ -21,7 +21,15 @@ from pd_operator.apitypes import (
     Volume,
     VolumeMount,
 )
-from pd_operator.fields import LABEL_KEY, LABEL_VALUE, NAME_PATTERN, OBJECT_PATTERN, Node, show
+from pd_operator.fields import (
+    LABEL_KEY,
+    LABEL_VALUE,
+    NAME_PATTERN,
+    OBJECT_PATTERN,
+    Node,
+    quantity_bytes,
+    show,
+)
 
 BUILTIN_MODELS = ("smollm2-135m-instruct",)
 OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "kv-store", "api-keys", "peer-tls")
@@ -181,7 +189,10 @@ def _retention(node: Node | None) -> Retention | None:
         node.quantity("hostMemory"),
         node.quantity("disk"),
     )
-    if made.disk and not node.has("hostMemory"):
+    none = not node.has("hostMemory") or (
+        made.host_memory and quantity_bytes(made.host_memory) == 0
+    )
+    if made.disk and none:
         problem = "is written through host memory, of which there is none"
         node.error("disk", problem, 'write hostMemory too, such as "2Gi"')
     node.close()
