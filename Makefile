@@ -72,6 +72,10 @@ images: $(STAMP) ## build our images and import them into that cluster
 e2e: $(STAMP) kube-binaries ## the stories on a real cluster with real pods, which they start (Linux, root)
 	@$(BIN)/python -m pytest e2e -m "not gpu"
 
+.PHONY: chaos
+chaos: $(STAMP) kube-binaries ## MINUTES=30 of random trouble on a real cluster, streams running (Linux, root)
+	@$(BIN)/python -m e2e.chaos --minutes $(if $(filter file,$(origin MINUTES)),30,$(MINUTES))
+
 .PHONY: browser-test
 browser-test: $(STAMP) ## the live page in Debian's Chromium (installed where you are root)
 	@scripts/packages.sh browser
@@ -103,19 +107,25 @@ fuzz: $(STAMP) ## feed nonsense to what reads bytes of others, and to the API, S
 	@$(BIN)/python -m tests.fuzz.api --seconds $(SECONDS)
 
 .PHONY: soak
-soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, an hour of schemathesis, MINUTES=60 of requests
+soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, an hour of schemathesis, 200 runs with random faults, MINUTES=60 of requests
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
 	@$(BIN)/python -m tests.fuzz --seconds 600 --jobs $(JOBS)
 	@$(BIN)/python -m tests.fuzz.api --seconds 1800
+	@PD_FAULT_RUNS=200 $(BIN)/python -m pytest tests/e2e/test_random_faults.py
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 .PHONY: check
-check: $(STAMP) ## format, lint, types, import rules, generated files, lock
+check: $(STAMP) ## format, lint, types, import rules, generated files, lock, licences
 	@$(BIN)/ruff format --check --quiet . || { echo "run: make format"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/mypy
 	@$(BIN)/python -m scripts.check_repo
+	@$(BIN)/python -m scripts.audit --licences
+
+.PHONY: audit
+audit: $(STAMP) ## licences, and known vulnerabilities of all that is locked (asks osv.dev)
+	@$(BIN)/python -m scripts.audit
 
 .PHONY: format
 format: $(STAMP) ## let ruff format and fix

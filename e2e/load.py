@@ -15,6 +15,7 @@ from typing import Any
 
 from e2e import network
 from tests.client import Streamed, follow
+from tests.reference import Reference
 
 COMPLETIONS = "/v1/completions"
 REQUEST_DEADLINE_S = 120.0
@@ -26,6 +27,24 @@ class Question:
 
     body: dict[str, Any]
     text: str
+
+
+def questions(model: Path, count: int = 12, answer_tokens: int = 120) -> list[Question]:
+    """Prompts of many lengths, with what transformers says to them."""
+    reference = Reference(model, threads=2)
+    found = []
+    for number in range(count):
+        words = "".join(f"{number * 100 + i} boats go out to the sea, " for i in range(400))
+        body = {
+            "model": "tiny",
+            "prompt": words[: 150 + 170 * number],
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        new = reference.generate(str(body["prompt"]), answer_tokens, ignore_eos=True)
+        found.append(Question(body, reference.decode(new)))
+    return found
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ through a claim on a volume that is a folder of the node.
 import re
 import secrets
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e.cluster import build, claims, images
+from e2e.cluster import build, claims, cluster, images
 from e2e.cluster.api import Api, Manifest, wait_for
 from e2e.cluster.envtest import Kube, kubectl
 from e2e.cluster.errors import ClusterError
@@ -106,7 +107,7 @@ class Site:
     # ---- namespaces and volumes ---------------------------------------------------
 
     @contextmanager
-    def namespace(self, model: Path | None = None) -> Iterator[str]:
+    def namespace(self, model: Path | None = None, claim: str = MODEL) -> Iterator[str]:
         """A namespace under the `restricted` Pod Security Standard, with a claim on the
         packages and, where given, one on a model's folder."""
         name = f"test-{secrets.token_hex(3)}"
@@ -116,7 +117,7 @@ class Site:
             volumes.append(claims.claim(self.api, name, PACKAGES, images.host_packages()))
             if model is not None:
                 folder = claims.readable(model, self.layout.folder / "models" / model.name)
-                volumes.append(claims.claim(self.api, name, MODEL, folder))
+                volumes.append(claims.claim(self.api, name, claim, folder))
             yield name
         finally:
             self.api.delete("v1", "Namespace", name)
@@ -176,6 +177,26 @@ class Site:
     def pods(self, namespace: str, role: str = "") -> list[Manifest]:
         labels = f"pdcluster.dev/role={role}" if role else "app.kubernetes.io/name=pdcluster"
         return self.api.items("v1", "Pod", namespace, labels)
+
+
+@contextmanager
+def running(name: str) -> Iterator[Site]:
+    """A cluster of this name with the operator; all of it goes at the end."""
+    layout = Layout(name)
+    build.build(build.PROGRAMS["helm"])
+    cluster.up(layout)
+    try:
+        images.provide(layout)
+        with tempfile.TemporaryDirectory() as folder:
+            kube = Kube(cluster.kubeconfig_of(layout), Path(folder))
+            try:
+                site = Site(kube, layout)
+                site.install()
+                yield site
+            finally:
+                kube.close()
+    finally:
+        cluster.down(layout)
 
 
 def restricted(name: str) -> Manifest:

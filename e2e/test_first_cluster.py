@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import secrets
 from collections.abc import Coroutine
 from typing import Any
 
@@ -12,7 +11,7 @@ import yaml
 
 from e2e import network
 from e2e.cluster.api import wait_for
-from e2e.site import BUILTIN_MODEL, HTTP_PORT, PDCLUSTER, Site, demo, document, pool
+from e2e.site import BUILTIN_MODEL, HTTP_PORT, PDCLUSTER, Site, document, pool
 from pd_core.failures import FailureKind
 from tests import client
 from tests.reference import Reference
@@ -38,18 +37,6 @@ async def say(host: str, port: int, *request: Any) -> tuple[int, Any]:
         return answer.status, await answer.json()
     finally:
         await answer.close()
-
-
-@pytest.mark.timeout(900)
-def test_the_demo_of_the_readme_gets_ready(site: Site) -> None:
-    namespace = f"test-{secrets.token_hex(3)}"
-    made = demo(site.api, namespace)
-    try:
-        site.kubectl("apply", "-f", "-", input=yaml.safe_dump(made))
-        site.wait_ready(namespace, "demo")
-    finally:
-        site.api.delete("v1", "Namespace", namespace)
-        site.api.delete("v1", "PersistentVolume", f"{namespace}-packages")
 
 
 @pytest.mark.timeout(900)

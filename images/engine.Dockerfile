@@ -43,7 +43,9 @@ RUN apt-get update -qq \
       /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip* \
       /usr/local/bin/pip* \
  && echo 'pdcluster:x:65532:65532::/home/pdcluster:/usr/sbin/nologin' >> /etc/passwd \
- && mkdir -p /home/pdcluster /opt/pdcluster/packages && chown 65532:65532 /home/pdcluster
+ && mkdir -p /home/pdcluster /opt/pdcluster/packages && chown 65532:65532 /home/pdcluster \
+ && find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
+ && rm -f /bin/bash /bin/dash /bin/rbash /bin/sh
 COPY --from=code /opt/pdcluster/lib /opt/pdcluster/lib
 ENV PYTHONPATH=/opt/pdcluster/lib:/opt/pdcluster/packages \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 HOME=/home/pdcluster

@@ -24,7 +24,9 @@ RUN rm -rf /usr/share/python-wheels /usr/lib/python3*/ensurepip \
       /usr/local/lib/python3*/ensurepip /usr/local/lib/python3*/site-packages/pip* \
       /usr/local/bin/pip* \
  && echo 'pdcluster:x:65532:65532::/home/pdcluster:/usr/sbin/nologin' >> /etc/passwd \
- && mkdir -p /home/pdcluster && chown 65532:65532 /home/pdcluster
+ && mkdir -p /home/pdcluster && chown 65532:65532 /home/pdcluster \
+ && find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
+ && rm -f /bin/bash /bin/dash /bin/rbash /bin/sh
 COPY --from=build /opt/pdcluster/packages /opt/pdcluster/packages
 COPY --from=build /opt/pdcluster/lib /opt/pdcluster/lib
 ENV PYTHONPATH=/opt/pdcluster/lib:/opt/pdcluster/packages \

@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from e2e.cluster import addons, archive, build, controlplane, netns, node, packages, ports, teardown
 from e2e.cluster.api import Api, wait_for
 from e2e.cluster.containers import Containers
@@ -91,6 +93,19 @@ def down(layout: Layout) -> None:
     with alone(layout):
         state = State.read(layout)
         teardown.remove(layout, state.processes if state else {})
+
+
+def restart(layout: Layout, name: str) -> None:
+    """Kills etcd or the API server, and starts it again as it was. Who starts them reaps them."""
+    state = State.read(layout)
+    if state is None:
+        raise ClusterError(f"cluster {layout.name!r} isn't up; run: make cluster-up")
+    plane = layout.plane
+    commands = {one.name: one for one in (controlplane.etcd(plane), controlplane.apiserver(plane))}
+    process = psutil.Process(state.processes[name][0])
+    process.kill()
+    process.wait(READY_DEADLINE_S)
+    _run(layout, state, netns.inside(layout, commands[name]))
 
 
 def kubeconfig_of(layout: Layout) -> Path:

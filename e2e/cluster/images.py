@@ -99,11 +99,26 @@ def load(image: Image, layout: Layout) -> None:
         return
     with tempfile.TemporaryDirectory(dir=_folder(), prefix=".export-") as folder:
         archive = Path(folder) / "image.tar"
-        target = f"docker-archive:{archive}:{image.reference}"
-        _buildah("push", "--quiet", image.reference, target)
+        export(image, archive)
         Containers(layout).load(archive)
     note.write_text(json.dumps(loaded | {image.reference: built}))
     print(f"{image.reference}: imported in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def export(image: Image, archive: Path) -> None:
+    """Writes one that is built, as `load-image` wants it."""
+    target = f"docker-archive:{archive}:{image.reference}"
+    _buildah("push", "--quiet", image.reference, target)
+
+
+@contextmanager
+def mounted(image: Image) -> Iterator[Path]:
+    """The root of one that is built."""
+    container = _buildah("from", "--pull-never", image.reference).strip()
+    try:
+        yield Path(_buildah("mount", container).strip())
+    finally:
+        _buildah("rm", container)
 
 
 def host_packages() -> Path:

@@ -7,6 +7,9 @@ from typing import Any
 
 import click
 
+_GGUF = b"GGUF"
+"""How such a file begins."""
+
 
 @click.command(name="serve")
 @click.argument("model")
@@ -21,6 +24,8 @@ import click
               help="Tokens that the KV cache holds; else 16384.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1), default=None,
               help="CPU threads of the worker; else torch's choice.")  # fmt: skip
+@click.option("--draft-model", default="", metavar="MODEL",
+              help="A small model with the same tokenizer that guesses tokens for it.")  # fmt: skip
 def command(
     model: str,
     name: str,
@@ -29,6 +34,7 @@ def command(
     max_model_len: int | None,
     kv_cache_tokens: int | None,
     threads: int | None,
+    draft_model: str,
 ) -> None:
     """Serve MODEL on this machine behind an OpenAI-compatible endpoint, in the foreground.
 
@@ -40,7 +46,10 @@ def command(
     from pd_operator.local.cluster import Options
 
     limits = {"maxModelLen": max_model_len, "dtype": dtype}
-    engine = {"kvCacheTokens": kv_cache_tokens, "threads": threads}
+    engine: dict[str, Any] = {"kvCacheTokens": kv_cache_tokens, "threads": threads}
+    if draft_model:
+        source, _ = _source(draft_model, "--draft-model")
+        engine["speculation"] = {"method": "draft", "draftModel": {"source": source}}
     body = document(model, name, limits, engine)
     sys.exit(session.run_document(body, Options(port=port)))
 
@@ -50,20 +59,8 @@ def document(
 ) -> dict[str, Any]:
     """The PDCluster. What is None takes its default."""
     from pd_operator.api import API_VERSION, KIND
-    from pd_operator.apiparts import BUILTIN_MODELS
 
-    if model in BUILTIN_MODELS:
-        source, own = {"builtin": model}, model
-    else:
-        path = Path(model).expanduser().absolute()
-        if not (path.is_dir() or path.is_file()):
-            raise click.BadParameter(
-                f"{path} is no folder and no file; give a folder in Hugging Face format, "
-                f"a GGUF file, or "
-                f"{' or '.join(BUILTIN_MODELS)}",
-                param_hint="MODEL",
-            )
-        source, own = {"hostPath": str(path)}, path.stem if path.is_file() else path.name
+    source, own = _source(model, "MODEL")
     served = name or re.sub(r"[^A-Za-z0-9._-]+", "-", own).strip("-._") or "model"
     return {
         "apiVersion": API_VERSION,
@@ -74,6 +71,28 @@ def document(
             "colocated": {"replicas": 1, "engine": _given(engine)},
         },
     }
+
+
+def _source(model: str, hint: str) -> tuple[dict[str, str], str]:
+    """A model's source, and its own name. click.BadParameter says what is wrong with it."""
+    from pd_operator.apiparts import BUILTIN_MODELS
+
+    if model in BUILTIN_MODELS:
+        return {"builtin": model}, model
+    path = Path(model).expanduser().absolute()
+    if path.is_dir():
+        return {"hostPath": str(path)}, path.name
+    if not path.is_file():
+        raise click.BadParameter(
+            f"{path} is no folder and no file; give a folder in Hugging Face format, "
+            f"a GGUF file, or "
+            f"{' or '.join(BUILTIN_MODELS)}",
+            param_hint=hint,
+        )
+    with path.open("rb") as file:
+        if file.read(len(_GGUF)) != _GGUF:
+            raise click.BadParameter(f"{path} is no GGUF file: copy it again", param_hint=hint)
+    return {"hostPath": str(path)}, path.stem
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:

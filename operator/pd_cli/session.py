@@ -84,18 +84,23 @@ def check_here(cluster: Cluster) -> None:
 
 def _missing_model(cluster: Cluster) -> None:
     """InvalidCluster when the file names a model that isn't on this machine."""
-    source = cluster.model.source
-    if not isinstance(source, HostPath):
-        return
-    path = Path(source.path)
-    problem = None
+    remedy = "write the folder of a model in Hugging Face format, or a GGUF file"
+    errors = [
+        FieldError(f"{field}.hostPath", problem, remedy)
+        for field, source in cluster.sources
+        if isinstance(source, HostPath) and (problem := _no_model(Path(source.path)))
+    ]
+    if errors:
+        raise InvalidCluster(errors)
+
+
+def _no_model(path: Path) -> str:
+    """Why there is none; "" when there seems to be one."""
     if not path.exists():
-        problem = f"{path} does not exist on this machine"
-    elif path.is_dir() and not (path / "config.json").is_file():
-        problem = f"{path} has no config.json"
-    if problem is not None:
-        remedy = "write the folder of a model in Hugging Face format, or a GGUF file"
-        raise InvalidCluster([FieldError("spec.model.source.hostPath", problem, remedy)])
+        return f"{path} does not exist on this machine"
+    if path.is_dir() and not (path / "config.json").is_file():
+        return f"{path} has no config.json"
+    return ""
 
 
 def report(file: Path | str, error: document.BadFile | InvalidCluster) -> None:

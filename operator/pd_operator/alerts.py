@@ -170,6 +170,9 @@ def operator_groups(runbooks: str = "") -> list[dict[str, Any]]:
               "more than 20 PDClusters wait for the operator all the time", runbooks),
         alert("PDClusterReconcilesFail", f"{failed} / sum(rate({looks}[10m])) > 0.2", "15m",
               "warning", "more than a fifth of the operator's looks at PDClusters fail", runbooks),
+        alert("PDClusterCertificatesEnd", "max(pdcluster_operator_certificate_age_share) > 0.9",
+              "1h", "critical", "a certificate of a PDCluster should have been renewed long ago:"
+              " without it no new connections are made between its pods", runbooks),
     ]  # fmt: skip
     return [{"name": "pdcluster-operator", "rules": rules}]
 

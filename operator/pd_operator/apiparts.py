@@ -32,10 +32,13 @@ from pd_operator.fields import (
 )
 
 BUILTIN_MODELS = ("smollm2-135m-instruct",)
-OWN_VOLUMES = ("home", "tmp", "models", "source", "shm", "kv-store", "api-keys", "peer-tls")
+OWN_VOLUMES = (
+    "home", "tmp", "models", "source", "draft-models", "draft-source", "shm", "kv-store",
+    "api-keys", "peer-tls",
+)  # fmt: skip
 OWN_PATHS = (
-    "/tmp", "/models", "/source", "/dev/shm", "/home/pdcluster", "/etc/pdcluster/api-keys",
-    "/var/lib/pdcluster/kv", "/etc/pdcluster/tls",
+    "/tmp", "/models", "/source", "/draft-models", "/draft-source", "/dev/shm", "/home/pdcluster",
+    "/etc/pdcluster/api-keys", "/var/lib/pdcluster/kv", "/etc/pdcluster/tls",
 )  # fmt: skip
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?")
@@ -142,6 +145,7 @@ def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
         node.error("kvCacheFraction", problem, "write one of them, never both")
     kv_tokens = node.integer("kvCacheTokens", 16384, 1, 1_000_000_000)
     kv_fraction = node.number("kvCacheFraction", 0.9, above=0, below=1)
+    draft_tokens, draft_model = _speculation(node, decodes)
     by_fraction = fraction or (device is not None and not tokens)
     made = Engine(
         chunk_tokens=node.integer("chunkTokens", 512, 0, 1_000_000),
@@ -153,8 +157,9 @@ def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
         threads=node.integer("threads", 0, 0, 1024),
         kv_cache_tokens=None if by_fraction else kv_tokens,
         kv_cache_fraction=kv_fraction if by_fraction else None,
-        draft_tokens=_draft_tokens(node, decodes),
+        draft_tokens=draft_tokens,
         retention=_retention(node.child("retention")),
+        draft_model=draft_model,
     )
     if made.chunk_tokens > made.max_batch_tokens:
         problem = f"is {made.chunk_tokens}, above maxBatchTokens ({made.max_batch_tokens})"
@@ -167,17 +172,31 @@ def engine(node: Node, device: Accelerator | None, decodes: bool) -> Engine:
     return made
 
 
-def _draft_tokens(node: Node, decodes: bool) -> int | None:
+def _speculation(node: Node, decodes: bool) -> tuple[int | None, Source | None]:
+    """Guesses a step, and the draft model, if there is one."""
     if node.has("speculation") and not decodes:
         problem = "is for workers that decode"
         node.error("speculation", problem, "write it in decode.engine, or leave it out")
     speculation = node.child("speculation")
     if speculation is None:
-        return None
-    method = speculation.choice("method", "ngram", ("none", "ngram"))
+        return None, None
+    method = speculation.choice("method", "ngram", ("none", "ngram", "draft"))
     most = speculation.integer("maxDraftTokens", 8, 1, 64)
+    draft = speculation.child("draftModel")
+    if (method == "draft") != (draft is not None):
+        problem = "and method: draft go together"
+        speculation.error("draftModel", problem, "write both or neither")
     speculation.close()
-    return most if method == "ngram" else 0
+    return most if method != "none" else 0, _draft_source(draft)
+
+
+def _draft_source(node: Node | None) -> Source | None:
+    if node is None:
+        return None
+    node.required("source", "where it comes from, as in spec.model.source")
+    source = node.child("source")
+    node.close()
+    return None if source is None else _source(source)
 
 
 def _retention(node: Node | None) -> Retention | None:

@@ -151,7 +151,8 @@ class Retention:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Engine settings of a pool. 0 chunk tokens: whole prompts; 0 threads: torch decides;
-    0 draft tokens: no speculation, None: as the engine does by itself; "" dtype: the model's.
+    0 draft tokens: no speculation, None: as the engine does by itself; `draft_model` guesses
+    beside what stands in the text; "" dtype: the model's.
 
     Exactly one of `kv_cache_tokens` and `kv_cache_fraction` is set.
     """
@@ -167,6 +168,7 @@ class Engine:
     kv_cache_fraction: float | None
     draft_tokens: int | None
     retention: Retention | None
+    draft_model: Source | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,3 +308,16 @@ class Cluster:
 
     def pool(self, role: Role) -> Pool | None:
         return next((pool for pool in self.pools if pool.role is role), None)
+
+    @property
+    def sources(self) -> tuple[tuple[str, Source], ...]:
+        """Where its models come from, each with the field that says so."""
+        drafts = (
+            (
+                f"spec.{pool.role.value}.engine.speculation.draftModel.source",
+                pool.engine.draft_model,
+            )
+            for pool in self.pools
+        )
+        found = (("spec.model.source", self.model.source), *drafts)
+        return tuple((path, source) for path, source in found if source is not None)

@@ -52,9 +52,16 @@ class Certifier:
     def __init__(self, terms: Terms | None = None) -> None:
         self._terms = terms or Terms()
         self._calm: dict[Key, tuple[tuple[Manifest | None, ...], Certified]] = {}
+        self._in_use: dict[Key, tuple[Leaf, ...]] = {}
 
     def forget(self, key: Key) -> None:
         self._calm.pop(key, None)
+        self._in_use.pop(key, None)
+
+    def age_share(self, now: datetime) -> float:
+        """The largest share of its life that a certificate in use has behind it; 0: none is."""
+        leaves = [leaf for found in self._in_use.values() for leaf in found]
+        return max((leaf.age_share(now) for leaf in leaves), default=0.0)
 
     def settled(
         self, key: Key, cluster: Cluster, objects: Objects, now: datetime
@@ -82,6 +89,8 @@ class Certifier:
         """All Secrets, with certificates by an authority that is kept. Without one, what there
         is stays as it is."""
         read = _read(cluster, objects)
+        # What is due below is in use once it has been written: the next look sees it.
+        self._in_use[key] = tuple(leaf for leaf in read.held.leaves.values() if leaf is not None)
         plan = tlsplan.plan(read.held, self._terms, now)
         bundle = b"".join(read.authorities[name].pair.certificate for name in plan.trusted)
         # An authority that isn't there yet couldn't be: nothing is issued by it.

@@ -97,10 +97,11 @@ def check_supported(
 ) -> None:
     """Raises InvalidCluster with what these settings, or kinds that aren't there, don't allow."""
     errors = []
-    if isinstance(cluster.model.source, HostPath) and not settings.host_paths:
-        problem = "is for `pdcluster up` on one machine: restricted pods can't mount it"
-        remedy = "write persistentVolumeClaim, image or huggingFace"
-        errors.append(FieldError("spec.model.source.hostPath", problem, remedy))
+    for path, source in cluster.sources:
+        if isinstance(source, HostPath) and not settings.host_paths:
+            problem = "is for `pdcluster up` on one machine: restricted pods can't mount it"
+            remedy = "write persistentVolumeClaim, image or huggingFace"
+            errors.append(FieldError(f"{path}.hostPath", problem, remedy))
     if cluster.router.api_keys and settings.host_paths:
         problem = "names a Secret, and on one machine there are none"
         errors.append(FieldError("spec.security.apiKeys", problem, "leave it out"))

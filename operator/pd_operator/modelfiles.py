@@ -17,10 +17,36 @@ from pd_operator.api import (
 )
 from pd_operator.podparts import Manifest, Settings
 
-MODELS_DIR = "/models"
-SOURCE_DIR = "/source"
+IMAGE_DIR = "/models"
+"""Where an image that holds a model has it."""
 COPY_DIR = "/copy"
-MODELS_VOLUME = "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a model of a pod lies. `name`: of the container that brings it; then the volumes
+    for what is made there and for what the user has, and where they are mounted."""
+
+    name: str
+    models_volume: str
+    models_dir: str
+    source_volume: str
+    source_dir: str
+
+    @property
+    def models(self) -> Manifest:
+        return {"name": self.models_volume, "emptyDir": {}}
+
+    @property
+    def models_mount(self) -> Manifest:
+        return {"name": self.models_volume, "mountPath": self.models_dir}
+
+    def source_mount(self, at: str) -> Manifest:
+        return {"name": self.source_volume, "mountPath": at, "readOnly": True}
+
+
+MODEL = Place("model", "models", "/models", "source", "/source")
+DRAFT_MODEL = Place("draft-model", "draft-models", "/draft-models", "draft-source", "/draft-source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,46 +59,46 @@ class ModelFiles:
     mounts: tuple[Manifest, ...] = ()
 
 
-_MODELS: Manifest = {"name": MODELS_VOLUME, "emptyDir": {}}
-_MODELS_MOUNT: Manifest = {"name": MODELS_VOLUME, "mountPath": MODELS_DIR}
-
-
-def model_files(source: Source, image: str, template: Template, settings: Settings) -> ModelFiles:
+def model_files(
+    source: Source, image: str, template: Template, settings: Settings, place: Place = MODEL
+) -> ModelFiles:
     """`image` is the engine's: it knows how to convert."""
     match source:
         case Builtin(name):
             args = [f"--source=builtin:{name}"]
-            return _made(name, args, image, template, settings)
+            return _made(name, args, image, template, settings, place)
         case HostPath(path) if path.lower().endswith(".gguf"):
-            return _gguf(PurePosixPath(path), image, template, settings)
+            return _gguf(PurePosixPath(path), image, template, settings, place)
         case HostPath(path):
-            return _mounted({"hostPath": {"path": path, "type": "Directory"}})
+            return _mounted({"hostPath": {"path": path, "type": "Directory"}}, place)
         case Claim(claim, path):
             volume = {"persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-            return _mounted(volume, path)
+            return _mounted(volume, place, path)
         case HuggingFace(repo, revision, secret):
             args = [f"--source=huggingface:{repo}" + (f"@{revision}" if revision else "")]
             token = [podparts.secret_env("HF_TOKEN", secret, "token")] if secret else []
-            return _made(repo.replace("/", "--"), args, image, template, settings, env=token)
+            return _made(repo.replace("/", "--"), args, image, template, settings, place, env=token)
         case ModelImage(model_image):
-            return _copied(model_image)
+            return _copied(model_image, place)
 
 
-def _mounted(volume: Manifest, folder: str = "") -> ModelFiles:
+def _mounted(volume: Manifest, place: Place, folder: str = "") -> ModelFiles:
     """A folder in Hugging Face format that needs no preparation."""
-    path = f"{SOURCE_DIR}/{folder}" if folder else SOURCE_DIR
-    mount = {"name": "source", "mountPath": SOURCE_DIR, "readOnly": True}
-    return ModelFiles(path, volumes=({"name": "source", **volume},), mounts=(mount,))
+    path = f"{place.source_dir}/{folder}" if folder else place.source_dir
+    volumes = ({"name": place.source_volume, **volume},)
+    return ModelFiles(path, volumes=volumes, mounts=(place.source_mount(place.source_dir),))
 
 
-def _gguf(file: PurePosixPath, image: str, template: Template, settings: Settings) -> ModelFiles:
+def _gguf(
+    file: PurePosixPath, image: str, template: Template, settings: Settings, place: Place
+) -> ModelFiles:
     """Two files of one name in different folders get folders of their own."""
-    mounted_at = f"{SOURCE_DIR}/{file.name}"
-    mount = {"name": "source", "mountPath": mounted_at, "readOnly": True}
+    mounted_at = f"{place.source_dir}/{file.name}"
     folder = f"{file.stem}-{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     args = [f"--source={mounted_at}"]
-    made = _made(folder, args, image, template, settings, mounts=[mount])
-    volume = {"name": "source", "hostPath": {"path": str(file), "type": "File"}}
+    mounts = [place.source_mount(mounted_at)]
+    made = _made(folder, args, image, template, settings, place, mounts=mounts)
+    volume = {"name": place.source_volume, "hostPath": {"path": str(file), "type": "File"}}
     return ModelFiles(made.path, made.init_containers, (*made.volumes, volume), made.mounts)
 
 
@@ -82,6 +108,7 @@ def _made(
     image: str,
     template: Template,
     settings: Settings,
+    place: Place,
     *,
     env: Sequence[Manifest] = (),
     mounts: Sequence[Manifest] = (),
@@ -91,28 +118,28 @@ def _made(
     It runs the engine's image, so what the user mounts into that one, or sets there (a
     proxy, say), is for it as well.
     """
-    path = f"{MODELS_DIR}/{folder}"
+    path = f"{place.models_dir}/{folder}"
     fields = {
         "command": list(settings.convert_command),
         "args": [*args, f"--out={path}"],
         "env": [*podparts.env({"TOKENIZERS_PARALLELISM": "false"}, template), *env],
         "volumeMounts": [
             *podparts.SCRATCH_MOUNTS,
-            _MODELS_MOUNT,
+            place.models_mount,
             *mounts,
             *podparts.own_mounts(template),
         ],
     }
-    container = podparts.container("model", image, template, fields)
-    return ModelFiles(path, (container,), (_MODELS,), (_MODELS_MOUNT,))
+    container = podparts.container(place.name, image, template, fields)
+    return ModelFiles(path, (container,), (place.models,), (place.models_mount,))
 
 
-def _copied(image: str) -> ModelFiles:
+def _copied(image: str, place: Place) -> ModelFiles:
     """An image that holds the model in its /models folder."""
     fields = {
         "command": ["cp", "-r"],
-        "args": [f"{MODELS_DIR}/.", COPY_DIR],
-        "volumeMounts": [{"name": MODELS_VOLUME, "mountPath": COPY_DIR}],
+        "args": [f"{IMAGE_DIR}/.", COPY_DIR],
+        "volumeMounts": [{"name": place.models_volume, "mountPath": COPY_DIR}],
     }
-    container = podparts.container("model", image, Template(), fields)
-    return ModelFiles(MODELS_DIR, (container,), (_MODELS,), (_MODELS_MOUNT,))
+    container = podparts.container(place.name, image, Template(), fields)
+    return ModelFiles(place.models_dir, (container,), (place.models,), (place.models_mount,))

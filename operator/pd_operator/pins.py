@@ -71,7 +71,7 @@ def _other(pool: Pool) -> Pool:
     engine = replace(
         pool.engine, chunk_tokens=0, max_batch_tokens=0, block_tokens=0, dtype="",
         max_running=0, max_queued=0, threads=0, kv_cache_tokens=None, kv_cache_fraction=None,
-        draft_tokens=None, retention=None,
+        draft_tokens=None, retention=None, draft_model=None,
     )  # fmt: skip
     return Pool(pool.role, 0, None, None, 0.0, engine, Template(image=pool.template.image))
 

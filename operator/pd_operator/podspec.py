@@ -14,7 +14,7 @@ from pd_operator.manifests import ROLE_LABEL as ROLE_LABEL
 from pd_operator.manifests import ROUTER as ROUTER
 from pd_operator.manifests import WORKER_LABEL, component, control_name, router_name, workers_name
 from pd_operator.manifests import selector as selector
-from pd_operator.modelfiles import model_files
+from pd_operator.modelfiles import DRAFT_MODEL, ModelFiles, model_files
 from pd_operator.podparts import HOSTNAME, SCRATCH_MOUNTS, SCRATCH_VOLUMES, Manifest, Settings
 from pd_operator.routerparts import NO_LIVE_PAGE
 
@@ -46,12 +46,16 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
     template = pool.template
     image = template.image or settings.engine_image
     model = model_files(cluster.model.source, image, template, settings)
+    draft = _draft_model(pool, image, settings)
     shm_volumes, shm_mounts = _shared_memory(pool)
     store_volumes, store_mounts = _kv_store(pool)
     tls_volumes, tls_mounts = tlsobjects.volume(cluster, Part.WORKER)
     fields = {
         "command": list(settings.engine_command),
-        "args": _engine_args(cluster, pool, model.path, pair_revision(cluster, settings)),
+        "args": [
+            *_engine_args(cluster, pool, model.path, pair_revision(cluster, settings)),
+            *([f"--draft-model={draft.path}"] if draft.path else []),
+        ],
         "env": podparts.env(_engine_env(pool), template),
         "ports": podparts.container_ports(WORKER_PORTS),
         # Until it is loaded only this one runs: loading may stop the loop for seconds.
@@ -61,8 +65,8 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         "readinessProbe": podparts.probe("/readyz", "health", period_s=2, failures=3),
         "livenessProbe": podparts.liveness("/livez", "health"),
         "volumeMounts": [
-            *SCRATCH_MOUNTS, *model.mounts, *shm_mounts, *store_mounts, *tls_mounts,
-            *podparts.own_mounts(template),
+            *SCRATCH_MOUNTS, *model.mounts, *draft.mounts, *shm_mounts, *store_mounts,
+            *tls_mounts, *podparts.own_mounts(template),
         ],
         **_worker_resources(cluster, pool, settings),
     }  # fmt: skip
@@ -71,15 +75,25 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         selector(cluster, role.value) | {WORKER_LABEL: cluster.name} | tlsobjects.labels(cluster),
         template,
         [podparts.container("engine", image, template, fields)],
-        model.init_containers,
-        [*SCRATCH_VOLUMES, *model.volumes, *shm_volumes, *store_volumes, *tls_volumes],
+        (*model.init_containers, *draft.init_containers),
+        [
+            *SCRATCH_VOLUMES, *model.volumes, *draft.volumes, *shm_volumes, *store_volumes,
+            *tls_volumes,
+        ],
         _drain_grace_s(cluster),
-    )
+    )  # fmt: skip
     if pool.accelerator and pool.accelerator.product:
         by_product = {f"{pool.accelerator.resource}.product": pool.accelerator.product}
         made["spec"]["nodeSelector"] = by_product | made["spec"].get("nodeSelector", {})
     made["spec"] |= _placement(cluster, role)
     return made
+
+
+def _draft_model(pool: Pool, image: str, settings: Settings) -> ModelFiles:
+    source = pool.engine.draft_model
+    if source is None:
+        return ModelFiles("")
+    return model_files(source, image, pool.template, settings, DRAFT_MODEL)
 
 
 def _placement(cluster: Cluster, role: Role) -> Manifest:

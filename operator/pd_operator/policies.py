@@ -98,7 +98,7 @@ def _worker_egress(cluster: Cluster, routers: Manifest, workers: Manifest) -> li
         _to([workers], KV_PORT),
         {"ports": _DNS},
     ]
-    if isinstance(cluster.model.source, HuggingFace):
+    if any(isinstance(source, HuggingFace) for _, source in cluster.sources):
         rules.append({"ports": [_tcp(_HTTPS_PORT)]})
     return rules
 

@@ -264,6 +264,7 @@ class Reconciler:
         """Its own authority is written before anything that it issues: what isn't kept would
         be another one at the next look."""
         if cluster.tls is not TlsMode.AUTO:
+            self._certifier.forget(key)
             return seen, Certified(), []
         now = self._clock()
         settled = self._certifier.settled(key, cluster, seen.objects, now)

@@ -103,6 +103,7 @@ class Operator(Listener):
         )
         self._scraper = Scraper()
         self._recorder = Recorder(self._kube, options.identity)
+        self._certifier = Certifier(options.certificate_terms)
         self._reconciler = Reconciler(
             KubeBackend(self._kube, self._informer),
             options.settings,
@@ -110,7 +111,7 @@ class Operator(Listener):
             pace=options.pace,
             read_samples=self._scraper.read,
             scaler=_scaler(options),
-            certifier=Certifier(options.certificate_terms),
+            certifier=self._certifier,
             clock=options.clock,
         )
         self._queue = Queue(self._work)
@@ -285,3 +286,9 @@ class Operator(Listener):
         show("clusters", "PDClusters that exist.", lambda: len(self.known()))
         show("objects", "Objects kept in memory.", lambda: len(self._informer))
         show("ready", "Whether /readyz says so.", lambda: not self.unready())
+        show(
+            "certificate_age_share",
+            "The largest share of its life that a certificate of a PDCluster's own authority has"
+            " behind it. 0: there is none.",
+            lambda: self._certifier.age_share(self._options.clock()),
+        )

@@ -50,6 +50,10 @@ class Leaf:
     created: datetime
     expires: datetime
 
+    def age_share(self, now: datetime) -> float:
+        """How much of its life is over; beyond 1 it has ended."""
+        return (now - self.created) / (self.expires - self.created)
+
 
 @dataclass(frozen=True, slots=True)
 class Held:

@@ -5,7 +5,9 @@ import logging
 import mmap
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -29,6 +31,7 @@ from pd_engine.metrics import Metrics
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.settings import Settings
+from pd_engine.speculate import Drafter, ModelGuesses, PromptLookup
 from pd_engine.transfer import ImportLimits
 from pd_proto.tls import Certificates
 from pd_proto.v1 import engine_pb2 as pb
@@ -76,6 +79,7 @@ def load(settings: Settings) -> Loaded:
         max_model_tokens=settings.max_model_tokens,
         threads=settings.threads,
         layer_group=1,  # the finest: KV leaves evenly, and an abandoned step ends soon
+        draft_model_dir=settings.draft_model if settings.imports else "",
         pool_memory=pool_memory if "shm" in kv_settings(settings).transports else None,
     )
     _check_locked_memory(settings, runner.kv_buffer.nbytes)
@@ -83,10 +87,18 @@ def load(settings: Settings) -> Loaded:
     log.info(
         "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s
     )
+    if runner.draft is not None:
+        log.info("draft_model=%s price=%.3f", settings.draft_model, runner.draft.price)
     bundle = make_bundle(settings.model)
     guides, stores = _guides(bundle, runner), _stores(settings, runner.layout)
     pool = shared[0] if shared else None
     return Loaded(runner, pool, bundle, guides, stores, certificates)
+
+
+def _drafter(runner: Runner) -> Callable[[list[int]], Drafter]:
+    if runner.draft is None:
+        return PromptLookup
+    return partial(ModelGuesses, making=runner.draft.price)
 
 
 def _stores(settings: Settings, layout: KvLayout) -> Stores:
@@ -200,6 +212,7 @@ class Worker:
                 patience_s_per_token=_patience_s_per_token(runner),
             ),
             BlockPool(runner.num_blocks, settings.block_tokens),
+            _drafter(runner),
         )
         metrics.follow(scheduler.load)
         self.core = EngineCore(settings, scheduler, runner, metrics)

@@ -51,6 +51,11 @@ def make_bundle(model_dir: str | Path) -> pb.TokenizerBundle:
     return bundle
 
 
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """Raises ModelError."""
+    return _tokenizer(folder)[1]
+
+
 def _tokenizer(folder: Path) -> tuple[bytes, Tokenizer]:
     path = folder / "tokenizer.json"
     text = path.read_bytes() if path.is_file() else _build_tokenizer(folder)

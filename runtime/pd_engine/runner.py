@@ -3,7 +3,6 @@
 One thread calls `step`; nothing here knows of requests, sockets or clocks that others see.
 """
 
-import logging
 import mmap
 import time
 from collections.abc import Callable, Sequence
@@ -11,18 +10,13 @@ from pathlib import Path
 
 import torch
 
-from pd_core.kv import KvLayout
-from pd_engine.attention.library import Missing, Native, load
-from pd_engine.attention.paged import LayersDone, PagedAttention, PagedStep
-from pd_engine.attention.pool import KvPool
+from pd_engine.attention.paged import LayersDone
 from pd_engine.checkpoint import ModelError, open_checkpoint
-from pd_engine.compiled import compile_model
+from pd_engine.draft import DraftModel, check_draft
 from pd_engine.hostmemory import free_bytes
-from pd_engine.model import LoadedModel, cpu_multiplies_bf16, load_model
+from pd_engine.pages import PagedModel
 from pd_engine.sampling import sample
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling, StepOutput
-
-log = logging.getLogger("pd_engine.runner")
 
 LAYER_GROUP = 5
 """Layers whose KV is reported together, so that it can travel while later ones compute."""
@@ -51,56 +45,58 @@ class Runner:
         layer_group: int = LAYER_GROUP,
         pool_memory: Callable[[int], mmap.mmap] | None = None,
         compiled: bool = True,
+        draft_model_dir: str | Path = "",
     ) -> None:
         """Loads the model. Zeros leave a choice to us: the pool takes `kv_cache_fraction` of
         the memory that is free once the weights are loaded, a request may be as long as the
         model can, torch picks its threads. `pool_memory` makes the pool's memory where it
         isn't to be private; `compiled` False takes plain torch even where there is code of
-        our own. Raises ModelError.
+        our own; `draft_model_dir`, where one is to guess. Raises ModelError.
         """
         checkpoint = open_checkpoint(model_dir)
+        if draft_model_dir:
+            check_draft(model_dir, draft_model_dir)
         if threads:
             torch.set_num_threads(threads)
-        self._model = load_model(checkpoint, dtype, torch.device(device))
-        native = _native(self._model) if compiled else None
-        geometry = self._model.geometry
-        self.layout = KvLayout(
-            model_hash=checkpoint.model_hash(),
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            block_tokens=block_tokens,
-            layers=geometry.layers,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-        )
+        self._paged = PagedModel(checkpoint, dtype, device, block_tokens, compiled)
+        self._model, self.layout = self._paged.model, self._paged.layout
+        drafter = None
+        if draft_model_dir:
+            small = open_checkpoint(draft_model_dir)
+            drafter = PagedModel(small, dtype, device, block_tokens, compiled)
         self.max_model_tokens = _limit(
             checkpoint.folder, max_model_tokens, self._model.max_positions
         )
         self.eos_token_ids = checkpoint.eos_token_ids
         self.vocab_size = self._model.vocab_size
-        self.num_blocks = self._size_pool(kv_cache_tokens, kv_cache_fraction)
+        block_bytes = self.layout.block_bytes + (drafter.layout.block_bytes if drafter else 0)
+        self.num_blocks = self._size_pool(block_bytes, kv_cache_tokens, kv_cache_fraction)
         self.prefill_tokens_per_s = 0.0  # as measured by `warmup`
         self.draft_price, self.draft_price_per_token = 1.0, 0.0  # likewise: see SchedulerConfig
-        self._pool = KvPool(self.layout, self.num_blocks, self._model.device, pool_memory)
-        self._attention = PagedAttention(self._pool, native)
+        self._paged.make_pool(self.num_blocks, pool_memory)
+        self.draft: DraftModel | None = None
+        if drafter is not None:
+            drafter.make_pool(self.num_blocks)
+            self.draft = DraftModel(drafter, self.vocab_size)
         self._layer_group = layer_group
 
-    def _size_pool(self, tokens: int, fraction: float) -> int:
+    def _size_pool(self, block_bytes: int, tokens: int, fraction: float) -> int:
         """Blocks of the pool: as many tokens as asked for, else a share of free memory."""
         free = free_bytes(self._model.device)
         if tokens:
             wanted = self.layout.blocks_for(tokens)
-            if wanted * self.layout.block_bytes > free:
+            if wanted * block_bytes > free:
                 raise ModelError(
                     f"a KV cache of {tokens} tokens takes "
-                    f"{wanted * self.layout.block_bytes >> 20} MiB, and {free >> 20} MiB are "
+                    f"{wanted * block_bytes >> 20} MiB, and {free >> 20} MiB are "
                     f"free; give the worker more memory or a smaller kvCacheTokens"
                 )
             return wanted
-        blocks = int(free * fraction) // self.layout.block_bytes
+        blocks = int(free * fraction) // block_bytes
         if blocks < 1:
             raise ModelError(
                 f"a share of {fraction:g} of the free memory ({free >> 20} MiB) holds no KV block "
-                f"of {self.layout.block_bytes >> 10} KiB; give the worker more memory or a "
+                f"of {block_bytes >> 10} KiB; give the worker more memory or a "
                 f"larger share"
             )
         return blocks
@@ -108,12 +104,12 @@ class Runner:
     @property
     def attention(self) -> str:
         """How attention is computed here."""
-        return self._attention.way
+        return self._paged.attention.way
 
     @property
     def kv_buffer(self) -> memoryview:
         """The whole pool, writable bytes, block after block."""
-        buffer = self._pool.buffer
+        buffer = self._paged.pool.buffer
         if buffer is None:
             raise ModelError("the tcp KV plane needs CPU memory: run this worker on the CPU")
         return buffer
@@ -121,7 +117,7 @@ class Runner:
     @torch.inference_mode()
     def step(self, batch: Batch, on_layers: LayersDone | None = None) -> StepOutput:
         """Computes a batch. KV of (first, end) layers is in the pool when `on_layers` says so."""
-        self._pool.copy_blocks(batch.copies)
+        self._paged.pool.copy_blocks(batch.copies)
         logits = self._forward(batch.rows, on_layers)
         specs, owners = _samples(batch.rows)
         picked = [row for row, _ in owners]
@@ -131,25 +127,25 @@ class Runner:
         samples: dict[int, tuple[Sampled, ...]] = {}
         for (_, seq_id), sampled in zip(owners, chosen, strict=True):
             samples[seq_id] = (*samples.get(seq_id, ()), sampled)
-        return StepOutput(samples)
+        return StepOutput(samples, self._propose(batch, samples))
+
+    def _propose(
+        self, batch: Batch, samples: dict[int, tuple[Sampled, ...]]
+    ) -> dict[int, tuple[int, ...]]:
+        if self.draft is None:
+            return {}
+        self.draft.copy_blocks(batch.copies)
+        return self.draft.propose(batch.rows, samples)
 
     def _forward(self, rows: Sequence[Row], on_layers: LayersDone | None) -> torch.Tensor:
         """Logits of the last token of each row that samples, and of its guesses, in order."""
-        tokens: list[int] = []
-        positions: list[int] = []
         keep: list[int] = []
+        end = 0
         for row in rows:
-            tokens.extend(row.token_ids)
-            positions.extend(range(row.start, row.start + len(row.token_ids)))
+            end += len(row.token_ids)
             if row.samples:
-                keep.extend(range(len(tokens) - 1 - row.drafts, len(tokens)))
-        device = self._model.device
-        return self._model.forward(
-            torch.tensor(tokens, dtype=torch.int64, device=device),
-            torch.tensor(positions, dtype=torch.int64, device=device),
-            torch.tensor(keep, dtype=torch.int64, device=device),
-            PagedStep(self._attention, rows, on_layers, self._layer_group),
-        )
+                keep.extend(range(end - 1 - row.drafts, end))
+        return self._paged.forward(rows, keep, on_layers, self._layer_group)
 
     def warmup(self) -> None:
         """Steps of typical forms, so that the first request finds everything in place.
@@ -175,6 +171,8 @@ class Runner:
             return min(self._seconds(Batch(0, (row,))) for _ in range(_PRICE_ROUNDS))
 
         step_s = seconds(0, 0)
+        if self.draft is not None:
+            self.draft.measure(step_s, blocks)
         first = (seconds(0, _PRICED_DRAFTS) / step_s - 1) / _PRICED_DRAFTS
         self.draft_price = max(_LEAST_PRICE, first)
         if context > 0:
@@ -186,26 +184,6 @@ class Runner:
         began = time.perf_counter()
         self.step(batch)
         return time.perf_counter() - began
-
-
-def _native(model: LoadedModel) -> Native | None:
-    """The compiled code, put into the model; without it, the log says why and what to do."""
-    if model.device.type != "cpu":
-        return None
-    found = load()
-    if isinstance(found, Missing):
-        log.warning("attention=plain: the compiled one is missing, it is %s", found.reason)
-        return None
-    leave = model.dtype == torch.bfloat16 and cpu_multiplies_bf16()
-    done = compile_model(model.module, found, linears=not leave)
-    log.info(
-        "compiled variant=%s linears=%d norms=%d rotaries=%d",
-        found.variant,
-        done.linears,
-        done.norms,
-        done.rotaries,
-    )
-    return found
 
 
 def _samples(rows: Sequence[Row]) -> tuple[list[SampleSpec], list[tuple[int, int]]]:

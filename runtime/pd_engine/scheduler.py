@@ -23,10 +23,11 @@ from operator import attrgetter
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.blocks import BlockPool
+from pd_engine.drafting import plan_tries
 from pd_engine.holdings import Holdings, Loan
 from pd_engine.limits import SchedulerConfig, due, grant_reserve, token_limit
 from pd_engine.sequence import Sequence, Stage, Task, seen_tokens
-from pd_engine.speculate import Drafter, PromptLookup
+from pd_engine.speculate import NOTHING, Drafter, PromptLookup, Try
 from pd_engine.types import (
     Advanced,
     Batch,
@@ -261,15 +262,17 @@ class Scheduler:
         if held.flight is not None:
             raise AssertionError(f"step {held.flight.step} is still in flight")
         plan, copies = self._plan_decodes()
-        guesses = self._draft([seq for seq, _ in plan]) if self.cfg.draft_tokens else {}
-        decoded = len(plan) + sum(len(tokens) for tokens in guesses.values())
+        tries: dict[int, Try] = {}
+        if self.cfg.draft_tokens:
+            tries = plan_tries(self.cfg, [seq for seq, _ in plan], self._room_ahead)
+        decoded = len(plan) + sum(len(one.guesses) for one in tries.values())
         budget = self.cfg.max_batch_tokens - decoded
         if prompt_tokens is not None:
             budget = min(budget, prompt_tokens)
         plan += self._plan_prompts(self._admit_prompts(budget, now), budget)
         # A request may have failed after its first sequences were planned.
         steps = [
-            (seq, seq.row(count, guesses.get(seq.id, ())))
+            (seq, seq.row(count, tries.get(seq.id, NOTHING)))
             for seq, count in plan
             if seq.task.stage is not Stage.OVER
         ]
@@ -320,25 +323,6 @@ class Scheduler:
         seq.table[index] = block
         copies.append((seq, shared, block))
         self._held.defer([shared])
-
-    def _draft(self, decoding: list[Sequence]) -> dict[int, list[int]]:
-        """By id, what is tried beyond the next token, where that has room which nobody needs:
-        of the step's tokens that decoding leaves, half is for prompts.
-        """
-        guesses: dict[int, list[int]] = {}
-        left = (self.cfg.max_batch_tokens - len(decoding)) // 2
-        for seq in decoding:
-            if seq.drafter is None or seq.task.stage is Stage.OVER:
-                continue
-            until_end = seq.task.final_tokens - len(seq.tokens) - 1
-            most = min(self.cfg.draft_tokens, left, until_end)
-            price = self.cfg.draft_price + self.cfg.draft_price_per_token * len(seq.tokens)
-            drafted = seq.drafter.draft(most, len(decoding), price)
-            drafted = drafted[: self._room_ahead(seq, len(drafted))]
-            if drafted:
-                guesses[seq.id] = drafted
-                left -= len(drafted)
-        return guesses
 
     def _room_ahead(self, seq: Sequence, tokens: int) -> int:
         """Makes room for so many tokens behind the next one, or for as many as there is."""
@@ -459,7 +443,10 @@ class Scheduler:
             if row.samples and task.prefilled:
                 outs = self._later_tokens(seq, row, output.samples[seq.id])
                 tokens.setdefault(task.req.key, []).append(outs)
-                if outs[-1].finish is not None and self._held.retire(seq):
+                if outs[-1].finish is None:
+                    if seq.drafter is not None and (guesses := output.proposals.get(seq.id)):
+                        seq.drafter.offer(guesses)
+                elif self._held.retire(seq):
                     ended.append(task.req.key)
                 continue
             seq.computed += len(row.token_ids)

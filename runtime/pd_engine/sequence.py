@@ -1,12 +1,11 @@
 """What the scheduler keeps of a request: a Task, with a Sequence for each chain of tokens. Pure."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from pd_core.failures import Failure, FailureKind
 from pd_core.kv import next_prefix_hash, prefix_root
-from pd_engine.speculate import Drafter
+from pd_engine.speculate import Drafter, Try
 from pd_engine.types import Finish, Guide, Mode, Request, Row, Sampled, SampleSpec, TokenOut
 
 Rank = tuple[int, int, int]
@@ -155,11 +154,12 @@ class Sequence:
             hashes.append(next_prefix_hash(parent, self.tokens[start : start + block_tokens]))
         return hashes[:count]
 
-    def row(self, count: int, guesses: Iterable[int] = ()) -> Row:
+    def row(self, count: int, tried: Try) -> Row:
         """Its next `count` tokens, with draws when they are the last ones, and behind each
         of the guesses that are tried too.
 
-        The row refers to the table itself: nothing changes that while a step runs.
+        The row refers to the table and the tokens themselves: nothing changes those while a
+        step runs.
         """
         start, end = self.computed, self.computed + count
         tokens = self.tokens[start:end]
@@ -168,7 +168,7 @@ class Sequence:
             sampling, seen, guide = self.task.req.sampling, self.seen, self.guide
             index = end - self.task.req.prompt_tokens
             samples = [SampleSpec(choice, index, sampling, seen, guide) for choice in self.choices]
-            for guess in guesses:
+            for guess in tried.guesses:
                 tokens.append(guess)
                 index += 1
                 if seen is not None:
@@ -176,7 +176,10 @@ class Sequence:
                 ahead = tuple(tokens[count:]) if guide is not None else ()
                 choice = self.choices[0]
                 samples.append(SampleSpec(choice, index, sampling, seen, guide, ahead))
-        return Row(self.id, tokens, start, self.table, tuple(samples), len(tokens) - count)
+        row = Row(self.id, tokens, start, self.table, tuple(samples), len(tokens) - count)
+        if tried.proposals:
+            row = replace(row, proposals=tried.proposals, text=self.tokens)
+        return row
 
     def fork(self, number: int, place: int, first: TokenOut) -> "Sequence":
         """The sequence of one choice after its first token. The caller shares the blocks."""

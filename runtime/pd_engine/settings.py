@@ -56,6 +56,7 @@ class Settings:
     tls_dir: Path | None = None
     tls_cluster: Identity | None = None
     log_steps: bool = False
+    draft_model: str = ""
 
     @property
     def imports(self) -> bool:
@@ -167,6 +168,13 @@ def parse(argv: Sequence[str]) -> Settings:
         default=8,
         help="guesses of next tokens that a step may try for one sequence (0: none)",
     )
+    p.add_argument(
+        "--draft-model",
+        default="",
+        metavar="FOLDER",
+        help="a small model with the same tokenizer that guesses too (none: only what stands in"
+        " a request already is guessed)",
+    )
     p.add_argument("--threads", type=_at_least(0), default=0, help="0: torch's default")
     p.add_argument(
         "--kv-transport",
@@ -235,6 +243,8 @@ def parse(argv: Sequence[str]) -> Settings:
         p.error("--kv-disk-bytes: needs --kv-disk-folder, and --kv-host-bytes to go through")
     if given.kv_quantization != "none" and given.kv_transport == "nixl":
         p.error("--kv-quantization: nixl carries KV as it is; leave it out, or take tcp")
+    if given.draft_model and not given.draft_tokens:
+        p.error("--draft-model: nothing is guessed with --draft-tokens 0; leave one of them out")
     if (given.tls_dir is None) != (given.tls_cluster is None):
         p.error("--tls-dir and --tls-cluster go together")
     return given

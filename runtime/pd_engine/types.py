@@ -138,6 +138,9 @@ class Row:
     [i*block_tokens, (i+1)*block_tokens). Covers at least start + len(token_ids). The last
     `drafts` tokens are guesses: then there is a sample for the token before them and for
     each of them. All samples of other rows are for the last token.
+
+    A draft model is to guess `proposals` tokens behind what the row draws; `text` is then all
+    that the sequence has until now. Nothing changes it while a step runs.
     """
 
     seq_id: int
@@ -146,6 +149,8 @@ class Row:
     block_table: Sequence[int]
     samples: tuple[SampleSpec, ...] = ()
     drafts: int = 0
+    proposals: int = 0
+    text: Sequence[int] = ()
 
     @property
     def decodes(self) -> bool:
@@ -174,9 +179,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step drew, in the order of each row's samples."""
+    """What a step drew, in the order of each row's samples, and what a draft model guesses
+    behind that; both by seq_id."""
 
-    samples: dict[int, tuple[Sampled, ...]]  # by seq_id
+    samples: dict[int, tuple[Sampled, ...]]
+    proposals: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,15 @@ def whole(namespace: str) -> Manifest:
             "spec.decode": {
                 "replicas": 2,
                 "accelerator": {},
-                "engine": {"kvCacheFraction": 0.85, "chunkTokens": 0, "threads": 4},
+                "engine": {
+                    "kvCacheFraction": 0.85,
+                    "chunkTokens": 0,
+                    "threads": 4,
+                    "speculation": {
+                        "method": "draft",
+                        "draftModel": {"source": {"huggingFace": {"repo": "a/small"}}},
+                    },
+                },
             },
             "spec.router": {"replicas": 2},
             "spec.kvTransfer": {"colocate": {"topologyKey": "example.com/rack"}},

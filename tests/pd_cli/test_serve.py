@@ -82,6 +82,34 @@ def test_no_model_there(tmp_path: Path) -> None:
     assert "smollm2-135m-instruct" in result.output
 
 
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    file = tmp_path / "empty.gguf"
+    for content in (b"", b"GG", b"PK\3\4"):
+        file.write_bytes(content)
+        result = CliRunner().invoke(main, ["serve", str(file)])
+        assert result.exit_code == 2
+        assert f"{file} is no GGUF file" in result.output
+
+
+def test_a_draft_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = tmp_path / "small.gguf"
+    small.write_bytes(b"GGUF")
+    cluster, _ = made(monkeypatch, "smollm2-135m-instruct", "--draft-model", str(small))
+    [pool] = cluster.pools
+    assert pool.engine.draft_model == HostPath(str(small))
+    result = CliRunner().invoke(
+        main, ["serve", "smollm2-135m-instruct", "--draft-model", str(tmp_path / "no")]
+    )
+    assert result.exit_code == 2
+    assert "--draft-model" in result.output
+    monkeypatch.undo()
+    result = CliRunner().invoke(
+        main, ["serve", "smollm2-135m-instruct", "--draft-model", str(tmp_path)]
+    )
+    assert result.exit_code == 2
+    assert f"{tmp_path} has no config.json" in result.output
+
+
 def test_what_is_wrong_with_it_is_said(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["serve", str(tmp_path)])
     assert result.exit_code == 2

@@ -111,7 +111,7 @@ def test_a_second_up_of_the_name_or_the_port_is_refused(run, tmp_path: Path) -> 
             assert (code, said.splitlines()[0]) == (
                 1,
                 f'PDCluster "chat" is running already (pid {running.process.pid}); edit its '
-                "file, or end it with: pdcluster down chat",
+                "file, if it has one, or end it with: pdcluster down chat",
             )
             (tmp_path / "other.yaml").write_text(
                 yaml.safe_dump(document(**{"metadata.name": "other"}))

@@ -13,6 +13,7 @@ from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_core.kv import prefix_hashes
 from pd_engine.blocks import BlockPool
 from pd_engine.scheduler import Scheduler, SchedulerConfig
+from pd_engine.speculate import Drafter
 from pd_engine.types import (
     Advanced,
     Batch,
@@ -24,6 +25,7 @@ from pd_engine.types import (
     Request,
     RequestFailed,
     RequestKey,
+    Row,
     Sampled,
     Sampling,
     SchedulerEvent,
@@ -140,7 +142,7 @@ class Client:
                 self.over, self.failure = True, failure
 
 
-class Guesses:
+class Guesses(Drafter):
     """A drafter that knows the model, and guesses wrong now and then: that, and all that it
     says of other choices than the first."""
 
@@ -161,6 +163,17 @@ class Guesses:
             token = known[position]
             guesses.append(token if hash((position, token)) % 4 else (token + 1) % VOCAB)
         return guesses
+
+    def wants(self, most: int, _sequences: int, _price: float) -> int:
+        return min(most, len(self.tokens) % 4)
+
+    def offer(self, guesses: Sequence[int]) -> None:
+        assert list(guesses) == proposals(self.tokens, len(guesses)), "made for other tokens"
+
+
+def proposals(tokens: Sequence[int], count: int) -> list[int]:
+    """What the draft model of these tests says behind these tokens."""
+    return [hash((*tokens, number)) % VOCAB for number in range(count)]
 
 
 class World:
@@ -395,7 +408,24 @@ class World:
                     Sampled(spec.choice, draw(kv[: known + (i if row.drafts else 0)], spec.choice))
                     for i, spec in enumerate(row.samples)
                 )
-        return StepOutput(drawn)
+        behind = {
+            row.seq_id: proposals(self._text_behind(row, drawn[row.seq_id]), row.proposals)
+            for row in batch.rows
+            if row.proposals
+        }
+        return StepOutput(drawn, behind)
+
+    def _text_behind(self, row: Row, drawn: tuple[Sampled, ...]) -> list[int]:
+        """All tokens of a row's sequence once the step is over."""
+        text = list(row.text)
+        known = len(row.token_ids) - row.drafts
+        for sampled, guess in zip(drawn, (*row.token_ids[known:], None), strict=True):
+            text.append(sampled.token)
+            if sampled.token != guess:
+                break
+        room = len(row.block_table) * self.pool.block_tokens
+        assert row.start + len(row.token_ids) + row.proposals <= room, "no room for guesses"
+        return text
 
     # ---- invariants ----------------------------------------------------------------
 

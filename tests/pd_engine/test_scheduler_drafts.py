@@ -10,6 +10,7 @@ import torch
 from pd_engine.blocks import BlockPool
 from pd_engine.sampling import sample
 from pd_engine.scheduler import Scheduler
+from pd_engine.speculate import Drafter
 from pd_engine.types import (
     Batch,
     Finish,
@@ -176,7 +177,7 @@ def test_a_guess_costs_more_behind_a_long_context() -> None:
     """Attention over all of it is computed for each guess."""
     seen: list[tuple[int, float]] = []
 
-    class Priced:
+    class Priced(Drafter):
         def __init__(self, tokens: list[int]) -> None:
             self._tokens = tokens
 
@@ -206,7 +207,7 @@ def test_a_guess_costs_more_behind_a_long_context() -> None:
 _VOCAB = 5
 
 
-class _Always:
+class _Always(Drafter):
     """Guesses the same tokens, whatever comes."""
 
     def __init__(self, _tokens: list[int]) -> None:

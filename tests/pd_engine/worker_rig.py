@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pd_engine.blocks import BlockPool
@@ -10,6 +11,7 @@ from pd_engine.guide import Guides
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.sequence import Sequence as Chain
+from pd_engine.speculate import Drafter, ModelGuesses, PromptLookup
 from pd_engine.types import (
     Granted,
     Mode,
@@ -50,12 +52,15 @@ class Worker:
         blocks: int = 128,
         dtype: str = "float32",
         block_tokens: int = _BLOCK_TOKENS,
+        draft_model: Path | None = None,
+        making: float = 0.01,
     ) -> None:
         self.runner = Runner(
             folder or tiny_model_dir(),
             dtype=dtype,
             block_tokens=block_tokens,
             kv_cache_tokens=blocks * block_tokens,
+            draft_model_dir=draft_model or "",
         )
         config = SchedulerConfig(
             max_batch_tokens=64,
@@ -69,11 +74,14 @@ class Worker:
             draft_price=0.01,
         )
         pool = BlockPool(self.runner.num_blocks, block_tokens)
-        self.scheduler = Counting(config, pool)
+        drafter: Callable[[list[int]], Drafter] = PromptLookup
+        if draft_model:
+            drafter = partial(ModelGuesses, making=making)
+        self.scheduler = Counting(config, pool, drafter)
         self._guides = guides
         self.out: dict[RequestKey, list[TokenOut]] = {}
         self.grants: dict[RequestKey, Granted] = {}
-        self.drafted = self.guessed = self.last_cached_tokens = 0
+        self.drafted = self.guessed = self.last_cached_tokens = self.steps = 0
         self._prompt = tuple(prompt)
         self._added = 0
 
@@ -104,6 +112,7 @@ class Worker:
         """Until nothing is left to compute."""
         self._see(self.scheduler.poll(0.0))
         while (batch := self.scheduler.schedule(0.0)) is not None:
+            self.steps += 1
             self.drafted += sum(row.drafts for row in batch.rows)
             self._see(self.scheduler.absorb(batch, self.runner.step(batch), 0.0))
             self._see(self.scheduler.poll(0.0))

@@ -95,6 +95,23 @@ def test_another_look_writes_nothing() -> None:
     assert look(objects, NOW + timedelta(days=19)) == []
 
 
+def test_how_old_they_are_is_told() -> None:
+    objects, certifier = begun(), Certifier(TERMS)
+    assert certifier.age_share(NOW) == 0.0
+    for days, share in ((0, 0.0), (15, 0.5), (19, 19 / 30)):
+        now = NOW + timedelta(days=days)
+        assert look(objects, now, certifier) == []
+        assert certifier.age_share(now) == pytest.approx(share, abs=0.01)
+    late = NOW + timedelta(days=28)
+    certifier.certify(KEY, AUTO, objects, late)  # and nobody can write what is due
+    assert certifier.age_share(late) == pytest.approx(28 / 30, abs=0.01)
+    look(objects, late, certifier)
+    look(objects, late, certifier)
+    assert certifier.age_share(late) == pytest.approx(0.0, abs=0.01)
+    certifier.forget(KEY)
+    assert certifier.age_share(late + timedelta(days=365)) == 0.0
+
+
 def test_pods_mount_theirs_and_nobody_the_authority() -> None:
     wanted = rendered(AUTO)
     [router] = [one for one in wanted.surroundings if one["kind"] == "Deployment"]

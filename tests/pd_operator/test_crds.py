@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from pd_operator import api
+from pd_operator.apiparts import OWN_PATHS, OWN_VOLUMES
 from pd_operator.fields import Node, parse_duration
 from tests.pd_operator.objects import document
 
@@ -133,20 +134,31 @@ def whole(scaled: bool) -> dict[str, Any]:
     }
 
 
+_SOURCES: tuple[dict[str, Any], ...] = (
+    {"huggingFace": {"repo": "a/b"}},
+    {"persistentVolumeClaim": {"claimName": "a"}},
+    {"image": "a"},
+    {"hostPath": "/a"},
+)
+
+
 def _documents() -> Iterator[dict[str, Any]]:
     base = document(**{"spec.prefill": ..., "spec.decode": ...})
     for scaled in (True, False):
         body = json.loads(json.dumps(base))
         body["spec"] |= whole(scaled)
         yield body
-    for source in (
-        {"huggingFace": {"repo": "a/b"}},
-        {"persistentVolumeClaim": {"claimName": "a"}},
-        {"image": "a"},
-        {"hostPath": "/a"},
-    ):
+    for source in _SOURCES:
         yield document(
             **{"spec.model.source": source, "spec.kvTransfer.colocate": {"topologyKey": "a"}}
+        )
+    for source in (*_SOURCES, {"builtin": "smollm2-135m-instruct"}):
+        draft = {"method": "draft", "draftModel": {"source": source}}
+        body = document(**{"spec.prefill": ..., "spec.decode": ..., "spec.colocated": {}})
+        body["spec"]["colocated"]["engine"] = {"speculation": draft}
+        yield body
+        yield document(
+            **{f"spec.{name}.engine": {"speculation": draft} for name in ("prefill", "decode")}
         )
     pool: dict[str, Any] = {"scaling": {"maxReplicas": 2, "mode": "External"}}
     yield document(**{"spec.prefill": ..., "spec.decode": ..., "spec.colocated": pool})
@@ -284,3 +296,16 @@ def test_every_rule_says_what_to_write_instead() -> None:
 def test_clients_can_apply_it(plural: str) -> None:
     body = yaml.safe_load((CRDS / f"pdcluster.dev_{plural}.yaml").read_text())
     assert len(json.dumps(body)) < APPLY_LIMIT_BYTES // 2
+
+
+@pytest.mark.parametrize("own", [OWN_VOLUMES, OWN_PATHS])
+def test_names_that_are_the_operators_are_the_same(own: tuple[str, ...]) -> None:
+    said = ", ".join(f"'{name}'" for name in own)
+    rules = [
+        rule["rule"]
+        for node in FIELDS.values()
+        for rule in node.get("x-kubernetes-validations", ())
+        if f"'{own[1]}', " in rule["rule"] or f"['{own[0]}', " in rule["rule"]
+    ]
+    assert rules, own
+    assert {rule for rule in rules if f"[{said}]" not in rule} == set()

@@ -2,12 +2,14 @@
 doesn't; how each kind of model source gets into the pod.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pd_operator import podspec
-from pd_operator.api import Role
+from pd_operator.api import InvalidCluster, Role
+from pd_operator.desired import check_supported
 from pd_operator.podparts import Manifest, Settings
 from tests.pd_operator.objects import SETTINGS, cluster, flags, pool_set, rendered, routers
 
@@ -153,6 +155,47 @@ def test_speculation_is_for_workers_that_decode(
     assert "draft-tokens" not in flags(pool_set(made, Role.PREFILL))
     plain = rendered(cluster())
     assert "draft-tokens" not in flags(pool_set(plain, Role.DECODE)), "the engine knows itself"
+
+
+DRAFT_SOURCES: list[tuple[dict[str, object], str, list[str]]] = [
+    ({"builtin": "smollm2-135m-instruct"}, "/draft-models/smollm2-135m-instruct", ["draft-models"]),
+    ({"huggingFace": {"repo": "a/b"}}, "/draft-models/a--b", ["draft-models"]),
+    (
+        {"persistentVolumeClaim": {"claimName": "a", "path": "small"}},
+        "/draft-source/small",
+        ["draft-source"],
+    ),
+    ({"image": "small:1"}, "/draft-models", ["draft-models"]),
+    ({"hostPath": "/m/small.gguf"}, "/draft-models/small-", ["draft-models", "draft-source"]),
+]
+
+
+@pytest.mark.parametrize(("source", "path", "volumes"), DRAFT_SOURCES)
+def test_a_draft_model_lies_beside_the_model(
+    source: dict[str, object], path: str, volumes: list[str]
+) -> None:
+    speculation = {"method": "draft", "maxDraftTokens": 4, "draftModel": {"source": source}}
+    made = rendered(cluster(**{"spec.decode.engine": {"speculation": speculation}}))
+    decode, plain = pool_set(made, Role.DECODE), pool_set(rendered(cluster()), Role.DECODE)
+    assert flags(decode)["draft-tokens"] == "4"
+    assert flags(decode)["draft-model"].startswith(path)
+    assert flags(decode)["model"] == flags(plain)["model"]
+    assert "draft-model" not in flags(pool_set(made, Role.PREFILL))
+    pod, before = (one["spec"]["template"]["spec"] for one in (decode, plain))
+    added = [one["name"] for one in pod["volumes"] if one not in before["volumes"]]
+    assert sorted(added) == volumes
+    mounts = [one["name"] for one in pod["containers"][0]["volumeMounts"]]
+    assert set(mounts) & set(volumes), "the engine finds it"
+    assert len(set(mounts)) == len(mounts)
+    if "draft-models" in volumes:
+        assert [one["name"] for one in pod["initContainers"]] == ["model", "draft-model"]
+
+
+def test_a_draft_model_from_the_host_is_for_one_machine() -> None:
+    speculation = {"method": "draft", "draftModel": {"source": {"hostPath": "/m"}}}
+    asked = cluster(**{"spec.decode.engine": {"speculation": speculation}})
+    with pytest.raises(InvalidCluster, match=r"spec.decode.engine.speculation.draftModel.source"):
+        check_supported(asked, replace(SETTINGS, host_paths=False))
 
 
 def test_what_is_kept_and_where() -> None:

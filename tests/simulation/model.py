@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from pd_core.kv import KvLayout
+from pd_engine.speculate import Drafter
 from pd_engine.types import Batch, Row, Sampled, StepOutput
 
 VOCAB = 1 << 20
@@ -59,7 +60,7 @@ def reference(prompt: tuple[int, ...], count: int, choice: int) -> tuple[int, ..
     return tuple(out)
 
 
-class Guesses:
+class Guesses(Drafter):
     """A drafter that knows the model, and is wrong in one guess of four."""
 
     def __init__(self, tokens: list[int]) -> None:

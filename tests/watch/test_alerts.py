@@ -45,6 +45,7 @@ def operator(minutes: int, **changes: str) -> Series:
         "pdcluster_operator_lease_held": stays(1, minutes),
         "pdcluster_operator_ready": stays(1, minutes),
         "pdcluster_operator_queue_depth": stays(0, minutes),
+        "pdcluster_operator_certificate_age_share": stays(0, minutes),
         f'{looks}{{result="ok"}}': grows(0, 10, minutes),
     } | changes
 
@@ -162,6 +163,14 @@ STORIES = {
     "looks fail": Story(
         operator(HOURS) | {f'{LOOKS}{{result="unavailable"}}': grows(0, 5, HOURS)}, HOURS,
         {"PDClusterReconcilesFail"},
+    ),
+    "a certificate isn't renewed": Story(
+        operator(HOURS + 10, pdcluster_operator_certificate_age_share=stays(0.93, HOURS + 10)),
+        HOURS + 10, {"PDClusterCertificatesEnd"},
+    ),
+    "a certificate is renewed when it is due": Story(
+        operator(HOURS + 10, pdcluster_operator_certificate_age_share=stays(0.68, HOURS + 10)),
+        HOURS + 10,
     ),
     "conflicts are no failures": Story(
         operator(HOURS) | {f'{LOOKS}{{result="conflict"}}': grows(0, 20, HOURS)}, HOURS

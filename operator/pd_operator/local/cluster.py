@@ -25,7 +25,7 @@ from pd_operator.local.state import (
     cache_root,
     state_root,
 )
-from pd_operator.modelfiles import MODELS_VOLUME
+from pd_operator.modelfiles import DRAFT_MODEL, MODEL
 from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_LABEL, ROUTER
@@ -265,7 +265,11 @@ class LocalCluster:
         and what libraries cache below the home folder is kept as well."""
         models = self._options.cache / "models"
         models.mkdir(parents=True, exist_ok=True)
-        return {MODELS_VOLUME: models, "home": Path.home()}
+        return {
+            MODEL.models_volume: models,
+            DRAFT_MODEL.models_volume: models,
+            "home": Path.home(),
+        }
 
     def _publication(self) -> Publication:
         address = ("127.0.0.1", self._port.port)

@@ -96,7 +96,7 @@ class StateFolder:
             by = f" (pid {owner['pid']})" if owner else ""
             raise AlreadyRunning(
                 f'PDCluster "{name}" is running already{by}; '
-                f"edit its file, or end it with: pdcluster down {name}"
+                f"edit its file, if it has one, or end it with: pdcluster down {name}"
             ) from None
         self._clear()
 

@@ -18,7 +18,7 @@ _KUBERNETES = "is for Kubernetes"
 
 def check(cluster: Cluster) -> None:
     """Raises `InvalidCluster` with everything that can't be had here."""
-    errors = [*_source(cluster), *_tls(cluster)]
+    errors = [*_sources(cluster), *_tls(cluster)]
     for path, template in _templates(cluster):
         errors += _volumes(path, template)
     for pool in cluster.pools:
@@ -59,12 +59,13 @@ _SOURCE_FIELDS: dict[type[Source], str] = {
 }
 
 
-def _source(cluster: Cluster) -> list[FieldError]:
-    field = _SOURCE_FIELDS.get(type(cluster.model.source))
-    if field is None:
-        return []
+def _sources(cluster: Cluster) -> list[FieldError]:
     remedy = "write builtin, or hostPath with a folder or a GGUF file"
-    return [FieldError(f"spec.model.source.{field}", _KUBERNETES, remedy)]
+    return [
+        FieldError(f"{path}.{_SOURCE_FIELDS[type(source)]}", _KUBERNETES, remedy)
+        for path, source in cluster.sources
+        if type(source) in _SOURCE_FIELDS
+    ]
 
 
 def _tls(cluster: Cluster) -> list[FieldError]:

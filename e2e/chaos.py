@@ -1,0 +1,223 @@
+"""Trouble without end on the real cluster: `python -m e2e.chaos [--minutes 30] [--seed N]`.
+
+Eight strict streams run all the time. One kind of trouble after the other, chosen at random:
+pods are deleted, killed, stopped for a while, cut off from the others; the operator is killed;
+the API server and etcd are killed and started again. Between two of them the PDCluster gets
+ready. No token may be wrong, and no request fail, but where its own router was the victim.
+"""
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import psutil
+import yaml
+
+from bench.common import table
+from e2e.cluster import cluster, netns
+from e2e.cluster.api import ApiError, Manifest, wait_for
+from e2e.cluster.errors import ClusterError
+from e2e.load import Load, Outcome, questions
+from e2e.site import CLAIMED_MODEL, SYSTEM, Site, document, running
+from tests.tiny_model import tiny_model_dir
+
+NAME = "chaos"
+READY_S = 300.0
+ROLES = ("prefill", "decode", "decode", "router")
+_FEW = 3  # answers behind each trouble, before the next
+
+
+@dataclass
+class Trouble:
+    """One kind: what it does to a pod, and to which. `excused`: requests may fail meanwhile."""
+
+    name: str
+    do: Callable[["Scene", Manifest], None]
+    roles: Sequence[str] = ROLES
+    excused: Sequence[str] = ()
+
+
+@dataclass
+class Scene:
+    site: Site
+    namespace: str
+    load: Load
+    chance: random.Random
+    done: Counter[str] = field(default_factory=Counter)
+    excused: Counter[str] = field(default_factory=Counter)
+
+    def processes(self, pod: Manifest) -> list[psutil.Process]:
+        """The pod's own, as the machine sees them."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("POD_NAME") == pod["metadata"]["name"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def signal(self, pod: Manifest, number: signal.Signals) -> None:
+        for process in self.processes(pod):
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def enter(self, *command: str) -> None:
+        """A command in the cluster's network."""
+        argv = [*netns.enter(self.site.layout), *command]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode != 0:
+            raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+    def settled(self) -> bool:
+        try:
+            made = self.site.pdcluster(self.namespace, NAME)
+            ready = self.site.condition(self.namespace, NAME, "Ready")
+            pods = self.site.pods(self.namespace)
+        except (ApiError, OSError):
+            return False  # the API server comes back
+        return (
+            ready.get("status") == "True"
+            and ready.get("observedGeneration") == made["metadata"]["generation"]
+            and len(pods) == 7
+            and all(_ready(pod) for pod in pods)
+        )
+
+
+def _ready(pod: Manifest) -> bool:
+    conditions = pod.get("status", {}).get("conditions", [])
+    is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return is_ready and "deletionTimestamp" not in pod["metadata"]
+
+
+# ---- troubles -----------------------------------------------------------------------
+
+
+def delete(scene: Scene, pod: Manifest) -> None:
+    name = pod["metadata"]["name"]
+    scene.site.kubectl("delete", "pod", name, "-n", scene.namespace, "--wait=false")
+    wait_for("the pod's end", partial(_gone, scene, pod), READY_S)
+
+
+def _gone(scene: Scene, pod: Manifest) -> bool:
+    uids = {one["metadata"]["uid"] for one in scene.site.pods(scene.namespace)}
+    return pod["metadata"]["uid"] not in uids
+
+
+def kill(scene: Scene, pod: Manifest) -> None:
+    scene.signal(pod, signal.SIGKILL)
+
+
+def pause(scene: Scene, pod: Manifest) -> None:
+    scene.signal(pod, signal.SIGSTOP)
+    time.sleep(scene.chance.uniform(0.2, 4))
+    scene.signal(pod, signal.SIGCONT)
+
+
+def cut_off(scene: Scene, pod: Manifest) -> None:
+    """From other pods: the node, and so its probes, still reach it."""
+    rules = [("FORWARD", way, pod["status"]["podIP"], "-j", "DROP") for way in ("-s", "-d")]
+    for rule in rules:
+        scene.enter("iptables", "-I", *rule)
+    time.sleep(scene.chance.uniform(1, 8))
+    for rule in rules:
+        scene.enter("iptables", "-D", *rule)
+
+
+def kill_operator(scene: Scene, _: Manifest) -> None:
+    scene.site.kubectl(
+        "delete", "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator",
+        "--grace-period=0", "--force",
+    )  # fmt: skip
+
+
+def restart_control_plane(scene: Scene, _: Manifest) -> None:
+    for name in scene.chance.choice((("etcd",), ("kube-apiserver",), ("etcd", "kube-apiserver"))):
+        cluster.restart(scene.site.layout, name)
+
+
+TROUBLES = (
+    Trouble("a pod is deleted", delete),
+    Trouble("a pod is killed", kill, excused=("router",)),
+    Trouble("a pod stands still", pause, excused=("router",)),
+    Trouble("a pod is cut off", cut_off, excused=("router",)),
+    Trouble("the operator is killed", kill_operator, roles=("decode",)),
+    Trouble("etcd or API server are killed", restart_control_plane, roles=("decode",)),
+)
+
+
+def stir(scene: Scene) -> None:
+    """One trouble, and the calm after it."""
+    trouble = scene.chance.choice(TROUBLES)
+    role = scene.chance.choice(trouble.roles)
+    pod = scene.chance.choice(scene.site.pods(scene.namespace, role))
+    name = f"{trouble.name} ({role})" if len(trouble.roles) > 1 else trouble.name
+    failed = len(scene.load.outcome.failed)
+    began = time.monotonic()
+    trouble.do(scene, pod)
+    wait_for(f"calm after: {name}", scene.settled, READY_S)
+    scene.load.until_more(_FEW)
+    scene.done[name] += 1
+    if role in trouble.excused:
+        new = scene.load.outcome.failed[failed:]
+        scene.excused[name] += len(new)
+        del scene.load.outcome.failed[failed:]
+    print(f"{name}: calm after {time.monotonic() - began:.0f} s", flush=True)
+
+
+# ---- the whole ----------------------------------------------------------------------
+
+
+@contextmanager
+def scene(site: Site, model: Path, seed: int) -> Iterator[Scene]:
+    asked = questions(model)
+    with site.namespace(model) as namespace:
+        made = yaml.safe_dump(document(NAME, CLAIMED_MODEL))
+        site.kubectl("apply", "-n", namespace, "-f", "-", input=made)
+        site.wait_ready(namespace, NAME)
+        address = site.address(namespace, NAME)
+        with Load(site.layout.namespace_file, address, asked) as load:
+            yield Scene(site, namespace, load, random.Random(seed))
+
+
+def told(of: Scene, outcome: Outcome) -> str:
+    rows = [(name, count, of.excused[name]) for name, count in sorted(of.done.items())]
+    return (
+        table(("trouble", "times", "excused failures"), rows)
+        + f"\n{outcome.right} answers right, {len(outcome.wrong)} wrong, "
+        + f"{len(outcome.failed)} requests failed that nothing excuses"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    until = time.monotonic() + 60 * given.minutes
+    name = os.environ.get("PDCLUSTER_E2E_CLUSTER", "chaos")
+    with running(name) as site, scene(site, tiny_model_dir(), given.seed) as made:
+        while time.monotonic() < until:
+            stir(made)
+    outcome = made.load.outcome
+    print(told(made, outcome), flush=True)
+    for line in (*outcome.wrong, *outcome.failed):
+        print(line, file=sys.stderr)
+    return 1 if outcome.wrong or outcome.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
