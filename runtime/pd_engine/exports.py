@@ -22,7 +22,9 @@ from pd_engine.transfer import (
 from pd_engine.types import RequestKey, TokenOut
 
 MEMORY_FRAMES = 4
-"""So many times as large are frames that carry no bytes."""
+"""So many times as large are frames that carry no bytes: then they are worth their message."""
+MOST_MEMORY_FRAMES = 16
+"""So many times as large at most, where there is so much to send at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,9 +379,11 @@ class Exports:
             end += 1
         grows = end in layers and export.sent[end] == sent
         blocks = min(export.ready[start:end]) - sent
-        frame_bytes = self._limits.frame_bytes * (MEMORY_FRAMES if export.target.by_memory else 1)
-        if grows and (end - start) * blocks * self._layout.layer_bytes < frame_bytes:
+        by_memory, frame_bytes = export.target.by_memory, self._limits.frame_bytes
+        enough = frame_bytes * (MEMORY_FRAMES if by_memory else 1)
+        if grows and (end - start) * blocks * self._layout.layer_bytes < enough:
             return None
+        frame_bytes *= MOST_MEMORY_FRAMES if by_memory else 1
         count = self._layers_a_frame(end - start, frame_bytes)
         ready = min(export.ready[start : start + count])
         slice_bytes = count * self._layout.layer_bytes

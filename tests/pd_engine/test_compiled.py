@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from pd_engine import runner as runner_module
+from pd_engine import pages
 from pd_engine.attention.library import Missing, Native, load
 from pd_engine.compiled import Compiled, CompiledNorm, CompiledRotary, PackedLinear, compile_model
 from pd_engine.model import cpu_multiplies_bf16
@@ -259,7 +259,7 @@ def test_logits_of_a_row_do_not_depend_on_its_batch() -> None:
 def test_without_the_library_the_engine_says_so_and_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner_module, "load", lambda: Missing("not built; do this and that"))
+    monkeypatch.setattr(pages, "load", lambda: Missing("not built; do this and that"))
     with caplog.at_level(logging.WARNING):
         runner = tiny(compiled=True)
     assert "not built; do this and that" in caplog.text

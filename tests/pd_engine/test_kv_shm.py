@@ -9,15 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from pd_core.failures import FailureKind
 from pd_engine.kv import frames, shm
-from pd_engine.kv.copying import Copier
 from pd_engine.kv.plane import KvSettings
 from pd_engine.transfer import ExportLimits
 from tests.pd_engine.kv_rig import LAYOUT, epoch, hand_over, pair, transfer
@@ -94,14 +94,14 @@ def test_memory_that_changes_under_the_copy_fails_closed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the sender gave its blocks away before the target had read them."""
-    real = Copier.copy
+    real = shm.copy
 
-    async def late(self: Copier, source: Any, target: Any) -> int:
+    def late(source: Any, target: Any, hasher: Any) -> Iterator[None]:
         prefill.pool[:] = bytes(len(prefill.pool))
-        return await real(self, source, target)
+        return real(source, target, hasher)
 
     prefill: Any = None
-    monkeypatch.setattr(Copier, "copy", late)
+    monkeypatch.setattr(shm, "copy", late)
 
     async def body() -> None:
         nonlocal prefill
@@ -115,6 +115,19 @@ def test_memory_that_changes_under_the_copy_fails_closed(
             await prefill.told.wait_any(("done", "export_failed"), t.key)
 
     run(body())
+
+
+def test_pieces_that_differ_on_both_sides() -> None:
+    data = os.urandom(1000)
+    view = memoryview(data)
+    target = bytearray(1000)
+    into = memoryview(target)
+    hasher = xxhash.xxh3_64()
+    pieces = [into[:500], into[500:501], into[501:]]
+    for _ in shm.copy([view[:1], view[1:300], view[300:]], pieces, hasher):
+        pass
+    assert bytes(target) == data
+    assert hasher.intdigest() == xxhash.xxh3_64(data).intdigest()
 
 
 @pytest.mark.parametrize("what", ["no pool", "not sealed", "no descriptor", "odd size"])
@@ -150,7 +163,6 @@ def test_what_is_no_pool_is_refused(run: Run, what: str) -> None:
 _PREFILL = """
 import asyncio, sys
 from tests.pd_engine.kv_rig import epoch, hand_over, worker
-from pd_engine.kv.copying import Copier
 from pd_engine.kv.plane import KvSettings
 from tests.pd_engine import kv_rig
 from pd_proto.v1 import engine_pb2 as pb

@@ -25,6 +25,7 @@ _LIBRARIES = ("nixl_cu13", "nixl_cu12")
 _MEMORY = "DRAM"
 _EAGER_S = 0.002
 _PAUSE_S = 0.001
+_LOOK_US = 1000
 _DRAIN_S = 2.0
 """What a read gets to end by itself when nobody wants it any more."""
 _OTHERS_S = 2.0
@@ -62,7 +63,9 @@ class Agent:
     def __init__(self, name: str, address: int, size: int) -> None:
         library = _library()
         try:
-            self._agent = library.nixl_agent(name, library.nixl_agent_config(backends=["UCX"]))
+            with _calm(library):
+                config = library.nixl_agent_config(backends=["UCX"])
+                self._agent = library.nixl_agent(name, config)
             self._agent.register_memory([(address, size, 0, "")], _MEMORY)
             self.metadata: bytes = self._agent.get_agent_metadata()
         except Exception as e:  # each kind of trouble has a class of its own in there
@@ -114,7 +117,8 @@ class Agent:
         try:
             state = self._agent.check_xfer_state(self._handles[read])
         except Exception as e:
-            log.warning("a KV read by nixl failed: %s", e)
+            # In words: the error itself would keep the agent, for as long as somebody keeps it.
+            log.warning("a KV read by nixl failed: %s", str(e))
             return False
         if state == "PROC":
             return None
@@ -236,6 +240,24 @@ class Reader:
             log.exception("a NIXL agent couldn't be closed: nobody gets what it may write to")
             return
         self._gone.set()
+
+
+@contextlib.contextmanager
+def _calm(library: Any) -> Iterator[None]:
+    """Agents made meanwhile look every millisecond whether others want something of them. Left
+    to itself NIXL's Python API has them look all the time, which keeps a core busy for each."""
+    bindings = library.nixlBind
+    real = bindings.nixlAgentConfig
+
+    class Config(real):  # type: ignore[misc, valid-type]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, _LOOK_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Config
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = real
 
 
 def _library() -> Any:

@@ -19,10 +19,11 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import xxhash
+
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.agents import Agent, AgentError, Read, Reader, ReadFailed, Span
-from pd_engine.kv.copying import Copier, Hasher
 from pd_engine.kv.memory import KvMemory, spans
 from pd_engine.kv.tcp import TcpTransport
 from pd_engine.kv.transport import Unreachable
@@ -31,8 +32,7 @@ from pd_engine.transfer import PushHead, Region
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20
-"""Read at once: hashed while the next ones come, and others have their turn in between. Without
-RDMA the call that begins a read copies, so the loop stands still for so much."""
+"""Read at once: hashed while it is still in a cache, and others have their turn in between."""
 _AHEAD = 2
 """So many reads of a push go on at the same time."""
 _CLOSE_S = 10.0
@@ -56,7 +56,6 @@ class NixlTransport(tcp.ByMemory):
         self._reader: Reader | None = None
         self._numbers = itertools.count(1)
         self._closed = False
-        self.copier = Copier("kv-nixl")
 
     # ---- the sender's end ----------------------------------------------------------------
 
@@ -121,7 +120,6 @@ class NixlTransport(tcp.ByMemory):
                     await asyncio.to_thread(offering.close)
         except TimeoutError:
             log.error("NIXL doesn't end within %g s", _CLOSE_S)
-        self.copier.close()
 
     async def _made(self, name: str) -> Agent:
         """Raises AgentError."""
@@ -195,7 +193,7 @@ class NixlTaker:
     async def _read(
         self, reader: Reader, pieces: Sequence[Piece], progress: Callable[[], None]
     ) -> int:
-        hasher = self._transport.copier.hasher()
+        hasher = xxhash.xxh3_64()
         going: deque[tuple[Read, list[Piece]]] = deque()
         try:
             for batch in _batches(pieces):
@@ -212,14 +210,17 @@ class NixlTaker:
             for read, _ in going:
                 with contextlib.suppress(ReadFailed, asyncio.CancelledError):
                     await reader.finish(read)
-        return await hasher.digest()
+        return hasher.intdigest()
 
 
-async def _taken(reader: Reader, going: deque[tuple[Read, list[Piece]]], hasher: Hasher) -> None:
+async def _taken(
+    reader: Reader, going: deque[tuple[Read, list[Piece]]], hasher: "xxhash.xxh3_64"
+) -> None:
     """The oldest read, to its end."""
     read, batch = going.popleft()
     await reader.finish(read)
-    await hasher.add([target for target, _ in batch])
+    for target, _ in batch:
+        hasher.update(target)
 
 
 def _matched(

@@ -9,21 +9,26 @@ The sender keeps the blocks until the verdict. If it gives up earlier (its lease
 was cancelled) the target may copy what is no longer the request's: the checksum tells.
 """
 
+import asyncio
 import fcntl
 import mmap
 import os
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
 
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
-from pd_engine.kv.copying import Copier
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.transport import Unreachable
 from pd_engine.transfer import PushHead
 
 _MARK = b"\0"  # one byte, to carry the descriptor
+_PIECE_BYTES = 256 * 1024
+"""Copied, then hashed while it is still in the core's cache."""
+_PAUSE_BYTES = 1 << 20
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _UCRED = struct.Struct("3i")
 
@@ -50,7 +55,6 @@ class ShmTransport(tcp.ByMemory):
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
-        self._copier = Copier("kv-shm")
 
     # ---- the sender's end --------------------------------------------------------------
 
@@ -90,20 +94,16 @@ class ShmTransport(tcp.ByMemory):
         _same_user(sock)
         fd = await _receive_fd(sock)
         try:
-            return sock, ShmTaker(_map(fd), self._copier)
+            return sock, ShmTaker(_map(fd))
         finally:
             os.close(fd)
-
-    async def close(self) -> None:
-        self._copier.close()
 
 
 class ShmTaker:
     """Reads a sender's pool. The mapping ends with the last view of it."""
 
-    def __init__(self, mapping: mmap.mmap, copier: Copier) -> None:
+    def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping: mmap.mmap | None = mapping
-        self._copier = copier
         self._memory: KvMemory | None = None
 
     def open(self, sender: KvLayout) -> None:
@@ -129,12 +129,39 @@ class ShmTaker:
             source = self._memory.slices(head.source_blocks, r.layer_start, r.layer_count)
         except IndexError as e:
             raise frames.FrameError(f"a push from where no pool is: {e}") from e
-        found = await self._copier.copy(source, slices)
-        progress()
-        return found
+        hasher = xxhash.xxh3_64()
+        for _ in copy(source, slices, hasher):
+            progress()
+            await asyncio.sleep(0)  # others have their turn
+        return hasher.intdigest()
 
     def close(self) -> None:
         self._memory = self._mapping = None
+
+
+def copy(
+    source: Sequence[memoryview], target: Sequence[memoryview], hasher: "xxhash.xxh3_64"
+) -> Iterator[None]:
+    """Bytes in order, whatever the pieces on both sides are, and through the hasher as the
+    target has them. Pauses now and then."""
+    pieces = iter(source)
+    left = memoryview(b"")
+    since = 0
+    for whole in target:
+        done = 0
+        while done < len(whole):
+            if not left:
+                left = next(pieces)
+            size = min(len(left), len(whole) - done, _PIECE_BYTES)
+            into = whole[done : done + size]
+            into[:] = left[:size]
+            hasher.update(into)
+            left = left[size:]
+            done += size
+            since += size
+            if since >= _PAUSE_BYTES:
+                since = 0
+                yield
 
 
 def _name(epoch: str) -> str:
