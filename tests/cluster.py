@@ -332,6 +332,17 @@ def port_taken(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) == 0
 
 
+def said_until_ready(process: subprocess.Popen[str], port: int) -> list[str]:
+    """The lines of a command up to `ready:`; fails when it ends instead."""
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if line.startswith(f"ready: http://127.0.0.1:{port}/v1"):
+            return said
+    raise AssertionError(f"it ended: {''.join(said)}")
+
+
 @contextmanager
 def serving(
     spec: Mapping[str, Any], folder: Path, env: Mapping[str, str] | None = None

@@ -1,5 +1,6 @@
-"""Each command, object and program in the documents is run by a test, as it stands there: what
-needs a cluster by `e2e/test_documents.py`, the rest here. A block that no test runs fails.
+"""Each block of the documents belongs to a test: what a reader copies to start with is run here
+as it stands there, what needs a cluster by `e2e/test_documents.py`, and what other tests do in
+their own words is named. A block that belongs to none fails.
 """
 
 import os
@@ -19,7 +20,7 @@ from pd_core.identity import Identity, Part
 from pd_engine import settings as engine_settings
 from pd_operator import api
 from pd_router import settings as router_settings
-from tests.cluster import http_get
+from tests.cluster import http_get, said_until_ready
 from tests.documents import ROOT, Block, block, blocks
 from tests.pd_operator.objects import document
 from tests.ports import free_port
@@ -161,13 +162,7 @@ def serving(command: str, port: int, **environment: str) -> Iterator[None]:
     """From `ready:` to a good end by Ctrl-C."""
     process = shell(command, ROOT, **environment)
     try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith(f"ready: http://127.0.0.1:{port}/v1"):
-                break
-        assert process.poll() is None, "".join(said)
+        said = said_until_ready(process, port)
         yield
         os.killpg(process.pid, signal.SIGINT)
         rest, _ = process.communicate(timeout=_DEADLINE_S)

@@ -1,7 +1,6 @@
 """`pdcluster serve FOLDER`: ready, the tokens of transformers' `generate`, gone after Ctrl-C."""
 
 import os
-import re
 import signal
 import subprocess
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.cluster import PDCLUSTER, port_taken
+from tests.cluster import PDCLUSTER, port_taken, said_until_ready
 from tests.e2e.test_quickstart import processes_with
 from tests.ports import free_port
 from tests.reference import Reference
@@ -31,13 +30,7 @@ def test_serve(model: Path, reference: Reference, tmp_path: Path):
         start_new_session=True,
     )
     try:
-        assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if re.match(rf"ready: http://127\.0\.0\.1:{port}/v1", line):
-                break
-        assert process.poll() is None, said
+        said = said_until_ready(process, port)
         prompt = "The river runs past the old mill and down to the"
         with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
             answer = client.completions.create(

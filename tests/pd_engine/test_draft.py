@@ -15,7 +15,7 @@ from pd_engine.draft import check_draft
 from pd_engine.runner import Runner
 from pd_engine.speculate import ModelGuesses
 from pd_engine.types import Sampling
-from tests.pd_engine.worker_rig import PROMPT, Worker, handed_over
+from tests.pd_engine.worker_rig import PROMPT, Worker, handed_over, write_the_same
 from tests.tiny_model import tiny_model_dir
 
 pytestmark = pytest.mark.slow
@@ -56,16 +56,8 @@ def drafting(request: pytest.FixtureRequest) -> Worker:
 def test_a_draft_model_changes_nothing_of_an_answer(
     plain: Worker, drafting: Worker, asked: dict[str, Any]
 ) -> None:
-    sampling = Sampling(max_tokens=OUTPUT, **asked)
-    a, b = plain.add(sampling), drafting.add(sampling)
     before = drafting.drafted
-    plain.run()
-    drafting.run()
-    assert [(t.token, t.finish, t.index) for t in plain.out[a]] == [
-        (t.token, t.finish, t.index) for t in drafting.out[b]
-    ]
-    for one, other in zip(plain.out[a], drafting.out[b], strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    write_the_same(plain, drafting, Sampling(max_tokens=OUTPUT, **asked))
     assert drafting.drafted > before
 
 

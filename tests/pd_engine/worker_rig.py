@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from pd_engine.blocks import BlockPool
 from pd_engine.guide import Guides
 from pd_engine.runner import Runner
@@ -136,6 +138,20 @@ class Worker:
         key = self.add(sampling, written)
         self.run()
         return self.tokens(key)
+
+
+def write_the_same(plain: Worker, guessing: Worker, sampling: Sampling) -> list[TokenOut]:
+    """Both write, and nothing of it differs; returns it."""
+    a, b = plain.add(sampling), guessing.add(sampling)
+    plain.run()
+    guessing.run()
+    assert [(t.token, t.finish, t.index) for t in plain.out[a]] == [
+        (t.token, t.finish, t.index) for t in guessing.out[b]
+    ]
+    for one, other in zip(plain.out[a], guessing.out[b], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+    return plain.out[a]
 
 
 def handed_over(

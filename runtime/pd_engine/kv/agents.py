@@ -9,6 +9,7 @@ it is closed, and only then are its failed reads over. The next read makes a new
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -63,9 +64,8 @@ class Agent:
     def __init__(self, name: str, address: int, size: int) -> None:
         library = _library()
         try:
-            with _calm(library):
-                config = library.nixl_agent_config(backends=["UCX"])
-                self._agent = library.nixl_agent(name, config)
+            _calm(library.nixlBind)
+            self._agent = library.nixl_agent(name, library.nixl_agent_config(backends=["UCX"]))
             self._agent.register_memory([(address, size, 0, "")], _MEMORY)
             self.metadata: bytes = self._agent.get_agent_metadata()
         except Exception as e:  # each kind of trouble has a class of its own in there
@@ -242,22 +242,16 @@ class Reader:
         self._gone.set()
 
 
-@contextlib.contextmanager
-def _calm(library: Any) -> Iterator[None]:
-    """Agents made meanwhile look every millisecond whether others want something of them. Left
-    to itself NIXL's Python API has them look all the time, which keeps a core busy for each."""
-    bindings = library.nixlBind
+@functools.cache
+def _calm(bindings: Any) -> None:
+    """From now on agents look every millisecond whether others want something of them. Left to
+    itself NIXL's Python API has them look all the time, which keeps a core busy for each."""
     real = bindings.nixlAgentConfig
 
-    class Config(real):  # type: ignore[misc, valid-type]
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, _LOOK_US if name == "pthrDelay" else value)
+    def set_calmly(config: Any, name: str, value: object) -> None:
+        real.__setattr__(config, name, _LOOK_US if name == "pthrDelay" else value)
 
-    bindings.nixlAgentConfig = Config
-    try:
-        yield
-    finally:
-        bindings.nixlAgentConfig = real
+    bindings.nixlAgentConfig = type("Config", (real,), {"__setattr__": set_calmly})
 
 
 def _library() -> Any:
