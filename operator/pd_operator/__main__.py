@@ -84,8 +84,10 @@ def main() -> int:
     given = flags.parse()
     disable_created_metrics()
     # What is kept in memory has no cycles, and there is a lot of it to look through in vain.
+    # What has cycles is kopf's, and lives for one event: small collections find it soon, and
+    # none of them holds the loop up for long.
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
+    gc.set_threshold(10_000, 10, 500)
     logging.basicConfig(
         level=given.log_level,
         format="%(asctime)s %(levelname).1s %(name)s %(message)s",

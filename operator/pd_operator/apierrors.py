@@ -42,6 +42,10 @@ class Unavailable(ApiError):
     """No answer, or the server's own trouble: the same call may succeed later."""
 
 
+class Silent(Unavailable):
+    """A watch that tells nothing, not even that there is nothing to tell."""
+
+
 class Invalid(ApiError):
     """The server will never take this object as it is."""
 

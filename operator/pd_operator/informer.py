@@ -154,6 +154,13 @@ class Watcher:
                 self._version, self._ahead = None, True
             case apierrors.Gone():
                 self._version = None
+            case apierrors.Silent():
+                # A list finds what the watch may have kept to itself. Without anything lost,
+                # too, a server is silent about a kind of which nothing has changed since it
+                # started: it has no version yet that it could tell.
+                self._version = None
+                log.info("watch kind=%s: %s", self.resource.kind, error)
+                return 0.0
             case apierrors.NotFound() if self.resource.optional:
                 self._vanish()
                 return ABSENT_S

@@ -328,7 +328,7 @@ async def _next(lines: AsyncIterator[bytes]) -> bytes | None:
         async with asyncio.timeout(SILENCE_S):
             return await anext(lines, None)
     except TimeoutError:
-        raise apierrors.Unavailable(f"nothing heard for {SILENCE_S:g} s") from None
+        raise apierrors.Silent(f"nothing heard for {SILENCE_S:g} s") from None
 
 
 def _place(manifest: Manifest) -> tuple[str, str]:

@@ -137,12 +137,13 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """What was seen at last, the plan for it, and what couldn't be done. `in_vain`: what
-    was done changed nothing, since somebody else undoes it."""
+    """What was seen at last, the plan for it, and what couldn't be done. `acted`: something
+    was done; `in_vain`: that changed nothing, since somebody else undoes it."""
 
     seen: Observed
     plan: rollout.Plan
     obstacles: tuple[Obstacle, ...]
+    acted: bool = False
     in_vain: bool = False
 
 
@@ -242,7 +243,7 @@ class Reconciler:
             wanted = replace(wanted, surroundings=(*certified.secrets, *wanted.surroundings))
         wanted = _available(wanted, world.absent)
         done = await self._carry_out(key, wanted, seen)
-        seeded = await self._write_pools(key, cluster, done.seen, sizes)
+        unsaid = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
@@ -252,9 +253,9 @@ class Reconciler:
         await self._write_status(key, document, new)
         due_s = max(SOON_S, certified.due_s(self._clock()))
         again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
-        if seeded:  # the watch tells nothing new of what we wrote ourselves
+        if unsaid:  # the watch tells nothing new of what we wrote ourselves
             again_s = min(again_s, SOON_S)
-        wrote = done.plan.operations or sizes.written or seeded
+        wrote = done.plan.operations or sizes.written or unsaid
         calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
         return again_s, new if calm and due_s >= RESYNC_S else None
 
@@ -325,17 +326,19 @@ class Reconciler:
             if isinstance(one, Scale):
                 log.info("%s", line(said))
 
-    async def _write_pools(self, key: Key, cluster: Cluster, seen: Observed, sizes: _Sizes) -> bool:
+    async def _write_pools(self, key: Key, cluster: Cluster, done: _Done, sizes: _Sizes) -> bool:
         """Seeds PDPools that were made just now, and says what runs of each other one. True:
-        some were seeded, and what runs of them is still to be said."""
-        writes = replicas.writes(cluster, seen, sizes.replicas)
+        something is still to be said. What runs is about to change after something was done,
+        and is said once, by the look that comes soon."""
+        writes = replicas.writes(cluster, done.seen, sizes.replicas)
         for write in writes:
             await self._write_replicas(key, write)
-        written = {write.name for write in writes}
-        for item, new in replicas.pool_statuses(cluster, seen):
-            if item["metadata"]["name"] not in written:  # its version is another one now
-                await self._backend.write_status(key, item, new)
-        return bool(writes)
+        statuses = replicas.pool_statuses(cluster, done.seen)
+        if writes or done.acted:  # what was seeded has another version now
+            return bool(writes or statuses)
+        for item, new in statuses:
+            await self._backend.write_status(key, item, new)
+        return False
 
     async def _write_replicas(self, key: Key, write: replicas.Write) -> None:
         log.info("cluster=%s/%s PDPool %s: %d replicas", *key, write.name, write.replicas)
@@ -362,7 +365,8 @@ class Reconciler:
             found = await self._perform_all(key, plan.operations)
             before = plan.operations
             seen = observe((await self._backend.observe(key)).children)
-        return _Done(seen, plan, tuple(found), in_vain)
+        acted = before != () and not in_vain and not found
+        return _Done(seen, plan, tuple(found), acted, in_vain)
 
     async def _perform_all(
         self, key: Key, operations: Iterable[rollout.Operation]

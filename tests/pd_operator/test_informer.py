@@ -162,13 +162,21 @@ def test_refusals_keep_the_version(run, code: int):
     run(scenario())
 
 
-def test_silence_is_a_failure(run, monkeypatch: pytest.MonkeyPatch):
+def test_after_silence_comes_a_list(run, monkeypatch: pytest.MonkeyPatch):
+    """A server tells nothing of a kind of which nothing has changed since it started; a list
+    is heard, and what a watch kept to itself is found by it."""
     monkeypatch.setattr(kube, "SILENCE_S", 0.05)
+    monkeypatch.setattr(informer, "FRESH_S", 5.0)
 
     async def scenario() -> None:
         api, heard = FakeApi(), Heard()
-        async with watching(api, PDCLUSTER, heard):
-            await until(lambda: heard.restarts.count("Unavailable") >= 2)
+        async with watching(api, PDCLUSTER, heard) as made:
+            await until(lambda: heard.restarts.count("Silent") >= 2)
+            first = made.heard_at
+            await api.put(pdcluster("unheard"), told=False)
+            await until(lambda: names(made) == {"unheard"})
+            assert made.heard_at > first
+            assert made.fresh()
 
     run(scenario())
 
