@@ -1,9 +1,10 @@
 """PURE. What all objects of a PDCluster have in common: names, labels, owner, hashes."""
 
 import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from pd_operator.api import API_VERSION, GROUP, KIND, Cluster, Role
 from pd_operator.podparts import Manifest as Manifest
@@ -15,6 +16,7 @@ REVISION_LABEL = f"{GROUP}/revision"
 WORKER_LABEL = f"{GROUP}/worker-of"
 """On all workers of a cluster and nothing else: what they are placed by, near each other."""
 ROUTER = "router"
+_ENCODER = msgspec.json.Encoder(order="sorted")
 _SET_LETTER = {Role.PREFILL: "p", Role.DECODE: "d", Role.COLOCATED: "c"}
 
 
@@ -101,8 +103,13 @@ def applied_hash(manifest: Manifest) -> str:
 
 def revision_of(template: Mapping[str, Any]) -> str:
     """8 hex digits of everything that makes pods differ."""
-    text = json.dumps(template, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return hashlib.sha256(canonical(template)).hexdigest()[:8]
+
+
+def canonical(content: Mapping[str, Any]) -> bytes:
+    """JSON with sorted keys and no spaces: equal contents are equal texts. A fifth of what a
+    look costs was spent on this, with the standard library's encoder."""
+    return _ENCODER.encode(content)
 
 
 def _owner(cluster: Cluster) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from pd_operator.api import (
     Slo,
     Template,
 )
-from pd_operator.manifests import REVISION_LABEL, stamped
+from pd_operator.manifests import REVISION_LABEL, canonical, stamped
 from pd_operator.observed import Observed, Ref, SetView
 from pd_operator.podparts import Manifest
 
@@ -84,8 +84,7 @@ def recorded(manifest: Manifest, cluster: Cluster, role: Role, version: str) -> 
         "document": _document(cluster, role),
         "manifest": {**manifest, "metadata": plain, "spec": spec},
     }
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    packed = base64.b64encode(zlib.compress(canonical(content), 9)).decode()
     annotations = {
         **manifest["metadata"]["annotations"],
         RECORD_ANNOTATION: packed,

@@ -16,7 +16,7 @@ from pd_operator import apierrors, informer
 from pd_operator import kube as pd_kube
 from pd_operator.kube import Request, Response
 from pd_operator.resources import STATEFUL_SET
-from tests.envtest.operating import Scene, Send, Stream, is_counted, is_settled, scene
+from tests.envtest.operating import Scene, Send, Stream, is_counted, scene
 from tests.envtest.test_operator import at_rest, of_kind
 from tests.pd_operator.objects import document
 
