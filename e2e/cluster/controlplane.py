@@ -2,8 +2,9 @@
 (`tests/envtest`) and for the whole cluster (`python -m e2e.cluster up`).
 """
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -45,6 +46,8 @@ class ControlPlane:
     names: Sequence[str] = ()  # further names and addresses for the certificate
     addresses: Sequence[str] = field(default=())
     audit: bool = True
+    garbage_percent: int = 100
+    """GOGC of the API server: by how much its memory may grow before garbage is collected."""
 
     @property
     def url(self) -> str:
@@ -165,7 +168,8 @@ def apiserver(plane: ControlPlane) -> Command:
             "audit-log-mode": "blocking",  # what was answered has been logged
             "audit-log-maxsize": 1024,
         }
-    return _kube(plane, "kube-apiserver", flags)
+    env = {**os.environ, "GOGC": str(plane.garbage_percent)}
+    return replace(_kube(plane, "kube-apiserver", flags), env=env)
 
 
 def manager(plane: ControlPlane, controllers: Sequence[str] = ("*",)) -> Command:

@@ -183,11 +183,11 @@ def existing() -> Path | None:
 
 
 @contextmanager
-def running() -> Iterator[EnvTest]:
-    """An API server, gone afterwards."""
+def running(garbage_percent: int = 100) -> Iterator[EnvTest]:
+    """An API server, gone afterwards; `garbage_percent` as for a `ControlPlane`."""
     need()
     with _folder() as folder:
-        envtest = _started(folder)
+        envtest = _started(folder, garbage_percent)
         try:
             yield envtest
         finally:
@@ -200,7 +200,7 @@ def need() -> None:
     packages.need(packages.CONTROL_PLANE)
 
 
-def _started(folder: Path) -> EnvTest:
+def _started(folder: Path, garbage_percent: int) -> EnvTest:
     """Between finding free ports and listening on them, somebody may take one: tried again."""
     for attempt in range(1, START_TRIES + 1):
         api_port, etcd_port, peer_port, manager_port = ports.free(4)
@@ -211,6 +211,7 @@ def _started(folder: Path) -> EnvTest:
             etcd_port=etcd_port,
             etcd_peer_port=peer_port,
             manager_port=manager_port,
+            garbage_percent=garbage_percent,
         )
         controlplane.prepare(plane)
         envtest = EnvTest(plane)

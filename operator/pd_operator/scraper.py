@@ -16,6 +16,7 @@ from pd_operator.measured import Samples
 
 WAIT_S = 0.25
 FORGET_S = 900.0
+CLEAR_S = 60.0
 MAX_READS = 64
 
 
@@ -35,6 +36,7 @@ class Scraper:
         self._read_one = read_one
         self._routers: dict[str, _Router] = {}
         self._slots = asyncio.Semaphore(MAX_READS)
+        self._cleared_at = time.monotonic()
 
     async def read(self, addresses: Iterable[str]) -> Samples:
         asked = [self._ask(address) for address in addresses]
@@ -61,7 +63,11 @@ class Scraper:
         return found
 
     def _forget_old(self) -> None:
-        limit = time.monotonic() - FORGET_S
+        now = time.monotonic()
+        if now - self._cleared_at < CLEAR_S:
+            return  # going through all of them at each look would cost as much as the look
+        self._cleared_at = now
+        limit = now - FORGET_S
         old = [name for name, one in self._routers.items() if one.asked_at < limit]
         for name in old:
             if self._routers[name].task.done():
