@@ -85,6 +85,7 @@ def test_a_reading_that_fails_is_silence(run):
 
 def test_old_routers_are_forgotten(run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scraper, "FORGET_S", -1.0)
+    monkeypatch.setattr(scraper, "CLEAR_S", 0.0)
 
     async def scenario() -> None:
         made = Scraper(Routers())
