@@ -45,6 +45,8 @@ RETRY_S = 60.0
 """How often we look whether what was in the way still is."""
 SOON_S = 1.0
 """When to go on with what MAX_ROUNDS didn't end."""
+UNSAID_S = 0.25
+"""When to say what a look has left unsaid, if nothing happens before."""
 RENDERED = 64
 """Renderings that are kept, for objects that are looked at again soon."""
 MAX_ROUNDS = 3
@@ -254,7 +256,7 @@ class Reconciler:
         due_s = max(SOON_S, certified.due_s(self._clock()))
         again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
         if unsaid:  # the watch tells nothing new of what we wrote ourselves
-            again_s = min(again_s, SOON_S)
+            again_s = min(again_s, UNSAID_S)
         wrote = done.plan.operations or sizes.written or unsaid
         calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
         return again_s, new if calm and due_s >= RESYNC_S else None

@@ -13,7 +13,7 @@ from pd_operator.keys import Key
 from pd_operator.measured import Samples
 from pd_operator.observed import Ref, observe
 from pd_operator.podparts import Manifest
-from pd_operator.reconcile import RESYNC_S, SOON_S, Pace, Reconciler, World
+from pd_operator.reconcile import RESYNC_S, UNSAID_S, Pace, Reconciler, World
 from pd_operator.replicas import MARK, Write, pool_statuses
 from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
 
@@ -100,7 +100,7 @@ def ready(body: Manifest) -> str:
 def test_creation_then_no_writes(run) -> None:
     backend = Backend(document())
     made = reconciler(backend)
-    assert run(made.reconcile(KEY)) == SOON_S  # what runs of the PDPools is still to be said
+    assert run(made.reconcile(KEY)) == UNSAID_S  # what runs of the PDPools is still to be said
     applied = [write for write in backend.writes if write.startswith("apply")]
     assert len(applied) == len(rendered(cluster()).surroundings) + POOL_OBJECTS
 
