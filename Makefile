@@ -163,6 +163,7 @@ lock: $(STAMP) ## resolve requirements again (UPGRADE=1 takes newest versions)
 	@for part in $(IMAGES); do \
 		$(BIN)/uv pip compile pyproject.toml --extra $$part -c requirements/all.lock \
 			$$([ $$part = engine ] && echo --extra nixl) \
+			$$([ $$part = router ] && echo --extra tracing) \
 			$(LOCK_FLAGS) -o requirements/$$part.lock || exit 1; done
 	@$(BIN)/uv pip compile requirements/model.in --no-deps $(LOCK_FLAGS) \
 		$(if $(UPGRADE),--upgrade) -o requirements/model.lock

@@ -140,12 +140,12 @@ def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     pools = _pools(spec, slo)
     security = spec.child_or_empty("security")
     router = _router(spec.child_or_empty("router"), slo, security)
+    router = routerparts.traced(router, spec.child("tracing"))
     tls = _tls(security.child_or_empty("tls"))
     security.close()
     transport, quantization, colocate = _kv_transfer(spec.child_or_empty("kvTransfer"), pools)
     rollout = _rollout(spec.child_or_empty("rollout"))
     gpus, ratio = _budget(spec, pools)
-    spec.not_yet("tracing")
     spec.close()
     return Cluster(
         name, namespace, uid, generation, model, slo, pools, router, transport, colocate,

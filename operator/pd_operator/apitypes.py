@@ -253,6 +253,7 @@ class Router:
     flags: tuple[str, ...] = ()
     api_keys: str = ""
     processes: int = 1  # of each router, on one port
+    collector_port: int = 0  # where its spans go; 0: nowhere
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,16 @@ class Node:
         self.error(name, f"is {show(value)}", f"write a number above {above:g} and below {below:g}")
         return default
 
+    def share(self, name: str, default: float) -> float:
+        """Above 0, and 1 at most."""
+        if not self.has(name):
+            return default
+        value = self.raw(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1:
+            return float(value)
+        self.error(name, f"is {show(value)}", "write a number above 0 and at most 1")
+        return default
+
     def duration(self, name: str, default_s: float, low_s: float, high_s: float) -> float:
         """Seconds, from a text such as "500ms", "30s" or "5m"."""
         if not self.has(name):

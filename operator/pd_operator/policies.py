@@ -10,6 +10,7 @@
 | Prometheus | workers | health |
 | all of them | anywhere | DNS |
 | workers, for a model of the hub | anywhere | 443 |
+| router, where it is traced | anywhere | the collector's |
 
 Probes come from the node that a pod runs on, which no policy keeps out.
 """
@@ -55,7 +56,7 @@ def network_policies(cluster: Cluster, settings: Settings) -> list[Manifest]:
                     **routers,
                     "policyTypes": ["Ingress", "Egress"],
                     "ingress": _router_ingress(cluster, workers, settings),
-                    "egress": [_to([workers], WORK_PORT), {"ports": _DNS}],
+                    "egress": _router_egress(cluster, workers),
                 }
             },
         ),
@@ -82,6 +83,13 @@ def _router_ingress(cluster: Cluster, workers: Manifest, settings: Settings) -> 
     ]
     if watchers:
         rules.append(_from(_peers(watchers), ADMIN_PORT))
+    return rules
+
+
+def _router_egress(cluster: Cluster, workers: Manifest) -> list[Manifest]:
+    rules = [_to([workers], WORK_PORT), {"ports": _DNS}]
+    if cluster.router.collector_port:
+        rules.append({"ports": [_tcp(cluster.router.collector_port)]})
     return rules
 
 

@@ -5,13 +5,17 @@ What is left at its default makes no flag: an older router knows fewer of them.
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
-from pd_operator.apitypes import Slo
+from pd_operator.apitypes import Router, Slo
 from pd_operator.fields import NAME_PATTERN, OBJECT_PATTERN, Node
 
 _ENTRY = re.compile(r"[-._a-zA-Z0-9]+")
 _ANY_CLASS = re.compile(r".+")
+_COLLECTOR = re.compile(
+    r"(?P<scheme>https?)://[-.a-zA-Z0-9]+(:(?P<port>[0-9]{1,5}))?(/[-._~a-zA-Z0-9/]*)?"
+)
 NO_LIVE_PAGE = "--no-live-page"
 _POLICIES = ("cost", "random", "round_robin", "least_load", "prefix", "session")
 _MOST_PER_MINUTE = 1e9
@@ -47,6 +51,26 @@ def flags(router: Node, slo: Slo, clients: Clients, keys: Node | None) -> tuple[
     page = router.flag("livePage", True)
     chosen = _routing(router.child_or_empty("routing"))
     return (*chosen, *_admission(router, slo, clients, keys), *(() if page else (NO_LIVE_PAGE,)))
+
+
+def traced(router: Router, node: Node | None) -> Router:
+    """The router, sending its requests' spans where `spec.tracing` says."""
+    if node is None:
+        return router
+    node.required("endpoint", "the address of a collector, such as endpoint: http://otel:4318")
+    describe = "an address such as http://otel-collector.observability:4318"
+    endpoint = node.text("endpoint", _COLLECTOR, describe, 512)
+    ratio = node.share("sampleRatio", 1.0)
+    node.close()
+    found = _COLLECTOR.fullmatch(endpoint)
+    if found is None:
+        return router
+    port = int(found["port"] or (443 if found["scheme"] == "https" else 80))
+    if not 0 < port < 65536:
+        node.error("endpoint", f"names port {port}", "write one from 1 to 65535")
+        return router
+    made = [f"--trace-endpoint={endpoint}", *([f"--trace-ratio={ratio:g}"] if ratio < 1 else [])]
+    return replace(router, flags=(*router.flags, *made), collector_port=port)
 
 
 def _routing(node: Node) -> list[str]:

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
 
 import uvloop
 
@@ -19,7 +20,7 @@ from pd_router.admission import Admission, AdmissionConfig
 from pd_router.app import AppSettings, RouterApp
 from pd_router.crew import Crew, inherited
 from pd_router.http import HttpServer, listen
-from pd_router.journal import Journal
+from pd_router.journal import Journal, Spans
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
 from pd_router.page import LivePage
@@ -59,7 +60,7 @@ async def _run(settings: Settings) -> None:
         admin_sockets = listen(settings.admin) if member is None else [inherited(member.admin_fd)]
         closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model)
-        journal = Journal(metrics)
+        journal = Journal(metrics, await closing.enter_async_context(_spans(settings)))
         workers = Workers(_workers_config(settings), _certificates(settings))
         control_port = settings.control.port + (member.index if member else 0)
         await workers.start(settings.control.host, control_port)
@@ -116,6 +117,22 @@ def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Session
         promises=settings.promises,
     )
     return Sessions(workers, Admission(admission), hooks=metrics, routing=settings.routing)
+
+
+@asynccontextmanager
+async def _spans(settings: Settings) -> AsyncIterator[Spans | None]:
+    """Where requests' spans go."""
+    if settings.trace_endpoint is None:
+        yield None
+        return
+    from pd_router.tracing import Tracing  # an extra, and a second's worth of modules
+
+    about = {"service.instance.id": settings.router_name, "service.version": version("pdcluster")}
+    made = Tracing(settings.trace_endpoint, settings.trace_ratio, about)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 @asynccontextmanager

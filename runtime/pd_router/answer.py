@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_router import toolcalls
@@ -195,9 +195,13 @@ class _Choice:
             if not (self._ask.one_call and self._calls):
                 self.part.calls.append((self._calls, call))
                 self._calls += 1
-        if self._calls and self.finish == "stop":
-            self.part.finish = "tool_calls"
+        self.part.finish = self.reason
         return text
+
+    @property
+    def reason(self) -> FinishReason | Literal["tool_calls"] | None:
+        """Why it ended, as clients are told."""
+        return "tool_calls" if self._calls and self.finish == "stop" else self.finish
 
     def end_empty(self) -> None:
         """max_tokens 0: there is nothing to say, and the limit is reached."""
@@ -443,6 +447,11 @@ class Run:
 
     def timelines(self) -> list[Timeline]:
         return [p.generation.timeline for p in self._prompts if p.generation is not None]
+
+    def finishes(self) -> list[str]:
+        """Why each choice ended, of those that did."""
+        every = (choice.reason for prompt in self._prompts for choice in prompt.choices)
+        return [reason for reason in every if reason is not None]
 
     def settle_timelines(self, tokenize_s: float) -> list[Timeline]:
         """The timelines with what this side knows filled in."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from pd_core.failures import Failure
 from pd_router.answer import Run
@@ -39,54 +39,8 @@ class Record:
     failure: Failure | None = None
 
 
-class Journal:
-    """Keeps the last requests' timelines, and tells the log and the metrics."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._recent: deque[_Entry] = deque(maxlen=RING_REQUESTS)
-
-    @contextmanager
-    def keeping(self, record: Record, exchange: Exchange) -> Iterator[None]:
-        """Writes the record down when the request is over, however it ends."""
-        try:
-            yield
-        finally:
-            self._write(record, exchange.status)
-
-    def find(self, request_id: str | None) -> list[dict[str, Any]]:
-        """The latest first; with an id (the header's or the answer's) only those."""
-        return [
-            entry.document()
-            for entry in reversed(self._recent)
-            if request_id is None or request_id in (entry.request_id, entry.reply_id)
-        ]
-
-    def latest(self, most: int) -> list[dict[str, Any]]:
-        """The last ones that ended, the latest first."""
-        return [entry.document() for entry in islice(reversed(self._recent), most)]
-
-    def _write(self, record: Record, status: int) -> None:
-        total_s = time.monotonic() - record.accepted
-        timelines = record.run.settle_timelines(record.tokenize_s) if record.run else []
-        self._metrics.request_done(record.path, status, total_s)
-        if record.failure is not None:
-            self._metrics.failed(record.failure.kind)
-        for timeline in timelines:
-            self._metrics.generation_done(timeline)
-        kept = tuple(timelines[:RING_TIMELINES])
-        self._recent.append(
-            _Entry(
-                record.request_id, record.reply_id, record.path, status, record.failure,
-                total_s, time.time(), kept,
-            )
-        )  # fmt: skip
-        if access.isEnabledFor(logging.INFO):
-            access.info("%s", _line(record, status, total_s, timelines))
-
-
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """A request that is over. Made into a document only when somebody looks."""
 
     request_id: str
@@ -95,7 +49,7 @@ class _Entry:
     status: int
     failure: Failure | None
     total_s: float
-    ended_at: float
+    ended_at: float  # seconds since 1970
     timelines: tuple[Timeline, ...]
 
     def document(self) -> dict[str, Any]:
@@ -110,6 +64,73 @@ class _Entry:
             "ended_at": self.ended_at,
             "timelines": [_document(timeline) for timeline in self.timelines],
         }
+
+
+class Given(NamedTuple):
+    """What the client told of its own trace: W3C's headers, empty where it sent none."""
+
+    traceparent: str
+    tracestate: str
+
+    @classmethod
+    def of(cls, exchange: Exchange) -> "Given":
+        headers = (exchange.header(b"traceparent"), exchange.header(b"tracestate"))
+        return cls(*((one or b"").decode("latin-1") for one in headers))
+
+
+class Spans(Protocol):
+    """Makes spans of what is over (`pd_router.tracing`)."""
+
+    def record(self, record: Record, given: Given, entry: Entry) -> None: ...
+
+
+class Journal:
+    """Keeps the last requests' timelines, and tells the log, the metrics and the spans."""
+
+    def __init__(self, metrics: Metrics, spans: Spans | None = None) -> None:
+        self._metrics = metrics
+        self._spans = spans
+        self._recent: deque[Entry] = deque(maxlen=RING_REQUESTS)
+
+    @contextmanager
+    def keeping(self, record: Record, exchange: Exchange) -> Iterator[None]:
+        """Writes the record down when the request is over, however it ends."""
+        try:
+            yield
+        finally:
+            entry = self._write(record, exchange.status)
+            if self._spans is not None:
+                self._spans.record(record, Given.of(exchange), entry)
+
+    def find(self, request_id: str | None) -> list[dict[str, Any]]:
+        """The latest first; with an id (the header's or the answer's) only those."""
+        return [
+            entry.document()
+            for entry in reversed(self._recent)
+            if request_id is None or request_id in (entry.request_id, entry.reply_id)
+        ]
+
+    def latest(self, most: int) -> list[dict[str, Any]]:
+        """The last ones that ended, the latest first."""
+        return [entry.document() for entry in islice(reversed(self._recent), most)]
+
+    def _write(self, record: Record, status: int) -> Entry:
+        total_s = time.monotonic() - record.accepted
+        timelines = record.run.settle_timelines(record.tokenize_s) if record.run else []
+        self._metrics.request_done(record.path, status, total_s)
+        if record.failure is not None:
+            self._metrics.failed(record.failure.kind)
+        for timeline in timelines:
+            self._metrics.generation_done(timeline)
+        kept = tuple(timelines[:RING_TIMELINES])
+        entry = Entry(
+            record.request_id, record.reply_id, record.path, status, record.failure,
+            total_s, time.time(), kept,
+        )  # fmt: skip
+        self._recent.append(entry)
+        if access.isEnabledFor(logging.INFO):
+            access.info("%s", _line(record, status, total_s, timelines))
+        return entry
 
 
 def _document(timeline: Timeline) -> dict[str, Any]:

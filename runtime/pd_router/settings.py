@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pd_core.estimate import Link, link
@@ -16,6 +17,7 @@ from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
 MAX_PROCESSES = 32
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _PORT_MAX = 65535
+_COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?", re.ASCII)
 _MEMBER = re.compile(r"(\d+)/(\d+):(\d+)", re.ASCII)
 
 
@@ -64,6 +66,8 @@ class Settings:
     class_header: bool = False
     api_keys: Path | None = None
     live_page: bool = True
+    trace_endpoint: str | None = None  # of an OpenTelemetry collector; None: no spans
+    trace_ratio: float = 1.0
     tls_dir: Path | None = None
     tls_cluster: Identity | None = None
 
@@ -106,6 +110,10 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--no-live-page", action="store_false", dest="live_page",
         help="no page for people on the admin port")  # fmt: skip
     add("--allow-trace", action="store_true", help="clients may ask why these workers")
+    add("--trace-endpoint", type=_collector, metavar="URL",
+        help="requests' spans go there by OTLP over HTTP; such as http://otel:4318")  # fmt: skip
+    add("--trace-ratio", type=_ratio, default=Settings.trace_ratio, metavar="SHARE",
+        help="of the requests whose client hasn't decided whether they are traced")  # fmt: skip
     add("--api-keys", type=Path, metavar="FOLDER",
         help="a file for each client, a line for each of its keys; else all may ask")  # fmt: skip
     add("--tls-dir", type=Path, metavar="FOLDER",
@@ -127,6 +135,24 @@ def parse(arguments: Sequence[str]) -> Settings:
     if (settings.tls_dir is None) != (settings.tls_cluster is None):
         parser.error("--tls-dir and --tls-cluster go together")
     return settings
+
+
+def _collector(text: str) -> str:
+    if not _COLLECTOR.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no http:// or https:// URL")
+    if find_spec("opentelemetry") is None:
+        raise argparse.ArgumentTypeError("tracing isn't installed: pip install pdcluster[tracing]")
+    return text
+
+
+def _ratio(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a share between 0 and 1")
+    return ratio
 
 
 def _cluster(text: str) -> Identity:

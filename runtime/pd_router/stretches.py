@@ -18,7 +18,11 @@ def stretches(entry: Mapping[str, Any]) -> list[Stretch]:
     before anything ran."""
     if not entry["timelines"]:
         return []
-    line = entry["timelines"][0]
+    return stretches_of(entry["timelines"][0], entry["total_s"])
+
+
+def stretches_of(line: Mapping[str, Any], total_s: float) -> list[Stretch]:
+    """Those of one prompt, by its timeline."""
     prefill = line["prefill_worker"] or line["decode_worker"]
     found: list[Stretch] = []
     for name, where, field in (
@@ -36,6 +40,6 @@ def stretches(entry: Mapping[str, Any]) -> list[Stretch]:
         start_s = max(found[-1].start_s, end_s - line["transfer_s"])
         found.append(Stretch("transfer", line["transport"], start_s, line["transfer_s"]))
     if line["ttft_s"] is not None:
-        rest_s = max(0.0, entry["total_s"] - line["ttft_s"])
+        rest_s = max(0.0, total_s - line["ttft_s"])
         found.append(Stretch("decode", line["decode_worker"], line["ttft_s"], rest_s))
     return found

@@ -84,6 +84,19 @@ def test_only_a_model_of_the_hub_opens_the_way_there() -> None:
     assert set(flows(rendered(cluster(**hub), KUBERNETES))) - FLOWS == {("worker", "*", 443)}
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [
+        ("http://otel.observability:4318", 4318),
+        ("https://otel.example.org", 443),
+        ("http://otel.example.org/tempo", 80),
+    ],
+)
+def test_only_tracing_opens_the_way_to_its_collector(endpoint: str, port: int) -> None:
+    traced = {"spec.tracing": {"endpoint": endpoint}}
+    assert set(flows(rendered(cluster(**traced), KUBERNETES))) - FLOWS == {("router", "*", port)}
+
+
 def test_clients_can_be_chosen() -> None:
     settings = Settings(clients=(PROMETHEUS,))
     assert ("*", "router", 8000) not in set(flows(rendered(cluster(), settings)))

@@ -63,8 +63,8 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: dict[str, Asked] = {}
         self.refused: set[str] = set()
-        for how in ("integer", "number", "duration", "choice", "flag", "text", "labels", "texts",
-                    "quantities", "quantity", "child", "children", "raw"):  # fmt: skip
+        for how in ("integer", "number", "share", "duration", "choice", "flag", "text", "labels",
+                    "texts", "quantities", "quantity", "child", "children", "raw"):  # fmt: skip
             monkeypatch.setattr(Node, how, self._watch(how, getattr(Node, how)))
         original = Node.not_yet
 
@@ -129,6 +129,7 @@ def whole(scaled: bool) -> dict[str, Any]:
         },
         "security": {"apiKeys": keys},
         "rollout": {},
+        "tracing": {"endpoint": "http://a:4318"},
         "budget": {"gpus": 100, "ratio": {"min": 0.1, "max": 10}},
         **({"prefill": pool, "decode": pool} if scaled else {"colocated": pool}),
     }
@@ -180,6 +181,7 @@ def test_both_know_the_same_fields(watched: Watched) -> None:
     assert watched.refused & set(FIELDS) == set()
 
 
+_WITH_DEFAULTS = ("integer", "number", "share", "duration", "choice", "flag")
 # (field, why its default isn't the schema's)
 _OWN_DEFAULTS = {
     "replicas": "only without scaling",
@@ -205,7 +207,7 @@ _OWN_DEFAULTS = {
 def test_defaults_are_the_same(watched: Watched) -> None:
     for path, asked in watched.asked.items():
         node, name = FIELDS.get(path), path.rpartition(".")[2]
-        if node is None or asked.how not in ("integer", "number", "duration", "choice", "flag"):
+        if node is None or asked.how not in _WITH_DEFAULTS:
             continue
         default, said = asked.arguments[0], node.get("default")
         if name in _OWN_DEFAULTS and path != "spec.router.replicas":
@@ -232,6 +234,9 @@ def test_bounds_and_words_are_the_same(watched: Watched) -> None:
             case "number", (_, above, below):
                 assert (node["type"], node["minimum"], node["maximum"]) == ("number", above, below)
                 assert node["exclusiveMinimum"] is node["exclusiveMaximum"] is True
+            case "share", _:
+                assert (node["type"], node["minimum"], node["maximum"]) == ("number", 0, 1)
+                assert (node["exclusiveMinimum"], "exclusiveMaximum" in node) == (True, False)
             case "duration", (_, low_s, high_s):
                 [rule] = node["x-kubernetes-validations"]
                 found = _BOUNDS.match(rule["message"])

@@ -22,6 +22,24 @@ def test_defaults_make_no_flags() -> None:
     assert flags(routing={"policy": "cost", "sessionKvLimit": 0.8}, admission={}) == ()
 
 
+def test_tracing_is_the_routers() -> None:
+    """Spans of what workers did are made by routers: no pool is rolled for it."""
+    spec = {"spec.tracing": {"endpoint": "https://otel:4318/x", "sampleRatio": 0.25}}
+    traced = api.parse(document(**spec)).router.flags
+    assert traced == ("--trace-endpoint=https://otel:4318/x", "--trace-ratio=0.25")
+    places = ["--model=m", "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    read = router_settings.parse([*traced, *places])
+    assert (read.trace_endpoint, read.trace_ratio) == ("https://otel:4318/x", 0.25)
+    before, after = rendered(api.parse(document())), rendered(api.parse(document(**spec)))
+    assert before.pools == after.pools
+
+
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_collectors_have_ports_that_there_are(port: int) -> None:
+    with pytest.raises(api.InvalidCluster, match=f"names port {port}"):
+        api.parse(document(**{"spec.tracing": {"endpoint": f"http://otel:{port}"}}))
+
+
 def test_the_router_reads_what_is_written() -> None:
     written = {
         "processes": 3,

@@ -13,7 +13,7 @@ from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_router.admin import AdminApp
 from pd_router.app import AppSettings, RouterApp
 from pd_router.http import HttpServer, bind
-from pd_router.journal import Journal
+from pd_router.journal import Journal, Spans
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
 from pd_router.page import LivePage
@@ -245,6 +245,7 @@ async def rig(
     bundled: bool = True,
     keyring: Keyring | None = None,
     live_page: bool = True,
+    spans: Spans | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running router, with the tiny model's bundle unless another is given."""
@@ -252,7 +253,7 @@ async def rig(
         bundle = tiny_bundle()
     workers, sessions = PlayedWorkers(bundle), PlayedSessions()
     texts, metrics = Texts(workers), Metrics(MODEL)
-    journal = Journal(metrics)
+    journal = Journal(metrics, spans)
     app = RouterApp(
         AppSettings(model=MODEL, **settings),
         workers,

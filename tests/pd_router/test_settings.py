@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pd_core.identity import Identity, Part
+from pd_router import settings
 from pd_router.settings import Address, Settings, parse
 from tests.ports import free_ports
 
@@ -52,6 +53,10 @@ def test_flags() -> None:
         ("--max-requests=0", "above 0"),
         ("--max-requests=²", "above 0"),
         ("--reuse", "unrecognized"),
+        ("--trace-endpoint=otel:4317", "is no http:// or https:// URL"),
+        ("--trace-endpoint=http://", "is no http:// or https:// URL"),
+        ("--trace-ratio=1.1", "between 0 and 1"),
+        ("--trace-ratio=x", "between 0 and 1"),
         ("--tls-cluster=ml/chat", "go together"),
         ("--tls-cluster=chat", "give NAMESPACE/NAME"),
     ],
@@ -104,6 +109,15 @@ def until_serving(process: subprocess.Popen[str], port: int) -> None:
 
 
 @pytest.mark.slow
+def test_tracing_that_isnt_installed_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        parse([*NEEDED, "--trace-endpoint=http://otel:4318"])
+    assert "pip install pdcluster[tracing]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_serves_and_ends_when_told(number: signal.Signals) -> None:
     http, admin, control = free_ports(3)

@@ -1,0 +1,202 @@
+"""Covers pd_router.traces and tracing: which requests become spans, what is in them and what
+isn't, and a collector that isn't there."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+from pd_router import traces, tracing
+from pd_router.tracing import Tracing
+from tests.collector import Collector, Span, collecting
+from tests.pd_router.http_rig import MODEL, Rig, go, rig, says
+from tests.ports import free_port
+
+SECRET = "the launch code is 7391"
+HI: Any = [{"role": "user", "content": SECRET}]
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x"}
+NOT_SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
+ABOUT = {"service.instance.id": "router-0"}
+LINE: dict[str, Any] = {
+    "prompt_tokens": 100, "cached_tokens": 32, "completion_tokens": 7, "attempts": 1,
+    "tokenize_s": 0.1, "queue_s": 0.2, "grant_wait_s": 0.3, "prefill_queue_s": 0.4,
+    "prefill_s": 2.0, "transfer_s": 0.5, "exposed_s": 0.01, "kv_bytes": 4096, "transport": "tcp",
+    "ttft_s": 3.1, "tpot_s": 0.05, "prefill_worker": "p-0", "decode_worker": "d-0",
+    "reason": "least cost",
+}  # fmt: skip
+
+
+def entry(*lines: dict[str, Any], **more: Any) -> dict[str, Any]:
+    made = {
+        "request_id": "mine", "id": "chatcmpl-1", "path": "/v1/chat/completions", "status": 200,
+        "failure": None, "total_s": 4.0, "timelines": list(lines),
+    }  # fmt: skip
+    return made | more
+
+
+def test_who_did_what_and_when() -> None:
+    made = {one.name: one for one in traces.children(entry(LINE))}
+    assert {name: (one.service, round(one.start_s, 3), round(one.seconds, 3))
+            for name, one in made.items()} == {
+        "tokenize": ("router", 0.0, 0.1),
+        "queue": ("router", 0.1, 0.2),
+        "reserve": ("decode", 0.3, 0.3),
+        "wait": ("prefill", 0.6, 0.4),
+        "prefill": ("prefill", 1.0, 2.0),
+        "transfer": ("prefill", 2.5, 0.5),
+        "decode": ("decode", 3.1, 0.9),
+    }  # fmt: skip
+    assert made["prefill"].attributes == {
+        "pdcluster.worker": "p-0",
+        "pdcluster.computed_tokens": 68,
+    }
+    assert made["transfer"].attributes == {
+        "pdcluster.worker": "p-0",
+        "pdcluster.transfer.target": "d-0",
+        "pdcluster.transfer.transport": "tcp",
+        "pdcluster.transfer.bytes": 4096,
+        "pdcluster.transfer.exposed_s": 0.01,
+    }
+
+
+def test_a_prompt_computed_where_it_is_decoded_is_that_workers() -> None:
+    line = LINE | {"prefill_worker": "", "transport": "", "transfer_s": 0.0}
+    found = [(one.name, one.service) for one in traces.children(entry(line))]
+    assert found[2:] == [
+        ("reserve", "decode"),
+        ("wait", "decode"),
+        ("prefill", "decode"),
+        ("decode", "decode"),
+    ]
+
+
+def test_each_prompt_of_a_request_has_its_own() -> None:
+    found = list(traces.children(entry(LINE, LINE)))
+    assert [one.attributes["pdcluster.prompt"] for one in found] == [0] * 7 + [1] * 7
+    usage = traces.root_attributes(entry(LINE, LINE), None, [])
+    assert usage["gen_ai.usage.input_tokens"] == 200
+
+
+@asynccontextmanager
+async def traced(url: str, ratio: float = 1.0) -> AsyncIterator[Rig]:
+    """A router whose spans go out at once."""
+
+    def at_once(place: str) -> SimpleSpanProcessor:
+        return SimpleSpanProcessor(tracing.OTLPSpanExporter(place, timeout=0.5))
+
+    made = Tracing(url, ratio, ABOUT, at_once)
+    async with rig(spans=made) as r:
+        r.sessions.script = says(r.tokens("abc"))
+        yield r
+    await made.close()
+
+
+async def ask(r: Rig, headers: dict[str, str], **more: Any) -> Any:
+    async with r.client() as api:
+        return await api.chat.completions.create(
+            model=MODEL, messages=HI, extra_headers=headers, **more
+        )
+
+
+def the_root(collector: Collector) -> Span:
+    [found] = [one for one in collector.spans(1) if one.service == "pdcluster-router"
+               and one.name.startswith(("chat", "POST"))]  # fmt: skip
+    return found
+
+
+def test_a_request_in_its_clients_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.namespace.name=prod")
+
+    async def scenario(collector: Collector) -> None:
+        async with traced(collector.url) as r:
+            before = time.time()
+            answer = await ask(r, SAMPLED, temperature=0.5, max_tokens=9, user="someone")
+            after = time.time()
+            await asyncio.to_thread(collector.spans, 7)
+        spans, root = collector.spans(), the_root(collector)
+        assert {one.trace for one in spans} == {TRACE}
+        assert {one.parent for one in spans if one is not root} == {root.id}
+        assert (root.name, root.parent, root.error) == (f"chat {MODEL}", PARENT, None)
+        assert before - 0.1 <= root.start_s <= root.end_s <= after + 0.1
+        assert root.resource["service.instance.id"] == "router-0"
+        assert {one.resource["k8s.namespace.name"] for one in spans} == {"prod"}
+        assert {one.service for one in spans} >= {"pdcluster-router", "pdcluster-decode"}
+        assert root.attributes["gen_ai.response.id"] == answer.id
+        assert root.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+        assert root.attributes["gen_ai.request.max_tokens"] == 9
+        assert root.attributes["gen_ai.request.temperature"] == 0.5
+        assert root.attributes["gen_ai.usage.output_tokens"] == answer.usage.completion_tokens
+        assert root.attributes["http.response.status_code"] == 200
+        for one in spans:
+            assert root.start_s - 0.001 <= one.start_s <= one.end_s <= root.end_s + 0.001
+        assert collector.paths == {"/v1/traces"}
+        for said in (SECRET, answer.choices[0].message.content, "someone"):
+            assert said.encode() not in collector.raw
+
+    with collecting() as collector:
+        go(scenario(collector))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "headers", "is_traced"),
+    [
+        (1.0, {}, True),
+        (0.0, {}, False),
+        (0.0, SAMPLED, True),
+        (1.0, NOT_SAMPLED, False),
+        (1.0, {"traceparent": "nonsense"}, True),
+        (0.0, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}, False),
+    ],
+)
+def test_the_client_decides_where_it_does(
+    ratio: float, headers: dict[str, str], is_traced: bool
+) -> None:
+    async def scenario(collector: Collector) -> None:
+        async with traced(collector.url, ratio) as r:
+            await ask(r, headers)
+            await ask(r, SAMPLED | {"x-request-id": "last"})  # what came before has been sent
+            await asyncio.to_thread(collector.spans, 7)
+        roots = [one for one in collector.spans() if one.name.startswith("chat")]
+        assert len(roots) == 1 + is_traced
+        assert roots[-1].attributes["pdcluster.request_id"] == "last"
+
+    with collecting() as collector:
+        go(scenario(collector))
+
+
+def test_a_failure_is_one_in_its_span() -> None:
+    async def scenario(collector: Collector) -> None:
+        async with traced(collector.url) as r:
+            with pytest.raises(openai.NotFoundError):
+                async with r.client() as api:
+                    await api.chat.completions.create(model="other", messages=HI)
+            root = await asyncio.to_thread(the_root, collector)
+        assert root.error
+        assert root.attributes["error.type"] == root.error
+        assert root.attributes["http.response.status_code"] == 404
+
+    with collecting() as collector:
+        go(scenario(collector))
+
+
+def test_no_collector_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What can't be sent is given up, within a bound, when the router ends."""
+    monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
+
+    async def scenario() -> None:
+        made = Tracing(f"http://127.0.0.1:{free_port()}", 1.0, ABOUT)
+        async with rig(spans=made) as r:
+            r.sessions.script = says(r.tokens("abc"))
+            for _ in range(3):
+                assert (await ask(r, {})).usage.completion_tokens == 4
+        began = time.monotonic()
+        await made.close()
+        assert time.monotonic() - began < tracing.CLOSE_S + 2
+
+    go(scenario())
