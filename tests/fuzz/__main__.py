@@ -7,12 +7,14 @@ goes wrong lies in build/fuzz/findings: fix it, and put the input into tests/fuz
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 from tests.fuzz import targets
 from tests.fuzz.corpus import BUILD, HERE
@@ -38,10 +40,11 @@ def fuzz(target: str, seconds: int) -> Outcome:
     began = time.monotonic()
     log = BUILD / f"{target}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
+    with log.open("wb") as output, TemporaryDirectory(prefix="pdcluster-fuzz-") as folder:
         done = subprocess.run(
             command,
             cwd=HERE.parent.parent,
+            env={**os.environ, "TMPDIR": folder},  # a fuzzer ends without tidying up
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
