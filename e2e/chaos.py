@@ -32,7 +32,8 @@ from e2e.site import CLAIMED_MODEL, SYSTEM, Site, document, running
 from tests.tiny_model import tiny_model_dir
 
 NAME = "chaos"
-READY_S = 300.0
+READY_S = 420.0
+"""Also for a container that was killed often: the kubelet waits up to five minutes."""
 ROLES = ("prefill", "decode", "decode", "router")
 _FEW = 3  # answers behind each trouble, before the next
 
@@ -68,7 +69,10 @@ class Scene:
         return found
 
     def signal(self, pod: Manifest, number: signal.Signals) -> None:
-        for process in self.processes(pod):
+        found = self.processes(pod)
+        if not found:
+            raise ClusterError(f"pod {pod['metadata']['name']} has no process to be seen")
+        for process in found:
             try:
                 process.send_signal(number)
             except psutil.NoSuchProcess:
@@ -118,6 +122,19 @@ def _gone(scene: Scene, pod: Manifest) -> bool:
 
 def kill(scene: Scene, pod: Manifest) -> None:
     scene.signal(pod, signal.SIGKILL)
+    wait_for("the kubelet's notice", partial(_restarted, scene, pod), READY_S)
+
+
+def _restarted(scene: Scene, before: Manifest) -> bool:
+    """Its container runs anew, or the pod has gone."""
+    for pod in scene.site.pods(scene.namespace):
+        if pod["metadata"]["uid"] == before["metadata"]["uid"]:
+            return _restarts(pod) > _restarts(before)
+    return True
+
+
+def _restarts(pod: Manifest) -> int:
+    return sum(one["restartCount"] for one in pod["status"].get("containerStatuses", ()))
 
 
 def pause(scene: Scene, pod: Manifest) -> None:
@@ -140,6 +157,10 @@ def kill_operator(scene: Scene, _: Manifest) -> None:
     scene.site.kubectl(
         "delete", "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator",
         "--grace-period=0", "--force",
+    )  # fmt: skip
+    scene.site.kubectl(
+        "rollout", "status", "deployment", "-n", SYSTEM, "-l",
+        "app.kubernetes.io/component=operator", f"--timeout={READY_S:g}s",
     )  # fmt: skip
 
 
