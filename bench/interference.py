@@ -316,6 +316,12 @@ def row(name: str, phases: list[Phase]) -> tuple[object, ...]:
     return (name, len(gaps), whole.ms(50), whole.ms(99), max(gaps) * 1000, ttft)
 
 
+def rounds_of(found: dict[str, list[Phase]]) -> list[tuple[object, ...]]:
+    """The 99th percentile of each phase of each round, in milliseconds."""
+    each = zip(found["quiet"], found["control"], found["PD"], strict=True)
+    return [(n, *(phase.ms(99) for phase in phases)) for n, phases in enumerate(each, 1)]
+
+
 def main(quick: bool) -> None:
     plan = QUICK if quick else FULL
     if len(os.sched_getaffinity(0)) < 2:
@@ -328,9 +334,10 @@ def main(quick: bool) -> None:
     pd, shorts = run_pd(folder, plan, prompts, guesses=False)
     for name in ("quiet", "control", "PD"):
         check_samples(name, pd[name], quick)
-    # Shown at once: the rest takes minutes more.
+    # Shown at once: the rest takes minutes more. A round that stands out was disturbed.
     rows = [row(name, phases) for name, phases in pd.items()]
     print(table(_HEAD, rows), flush=True)
+    print(table(("p99 ms, round", "quiet", "control", "PD"), rounds_of(pd)), flush=True)
     waits = [
         (n, len(t), median(t), max(t))
         for n, t in (("alone", shorts.alone), ("beside", shorts.beside))
