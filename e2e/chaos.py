@@ -7,6 +7,7 @@ ready. No token may be wrong, and no request fail, but where its own router was 
 """
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -153,15 +154,29 @@ def cut_off(scene: Scene, pod: Manifest) -> None:
         scene.enter("iptables", "-D", *rule)
 
 
+_OPERATOR = ("-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")
+
+
+def _operators(scene: Scene) -> dict[str, Manifest]:
+    found = json.loads(scene.site.kubectl("get", "pods", *_OPERATOR, "-o", "json"))
+    return {pod["metadata"]["uid"]: pod for pod in found["items"]}
+
+
 def kill_operator(scene: Scene, _: Manifest) -> None:
+    before = _operators(scene)
     scene.site.kubectl(
-        "delete", "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator",
-        "--grace-period=0", "--force",
-    )  # fmt: skip
-    scene.site.kubectl(
-        "rollout", "status", "deployment", "-n", SYSTEM, "-l",
-        "app.kubernetes.io/component=operator", f"--timeout={READY_S:g}s",
-    )  # fmt: skip
+        "delete",
+        "pods",
+        *_OPERATOR,
+        "--grace-period=0",
+        "--force",
+    )
+
+    def another() -> bool:
+        new = [pod for uid, pod in _operators(scene).items() if uid not in before]
+        return bool(new) and all(_ready(pod) for pod in new)
+
+    wait_for("another operator", another, READY_S)
 
 
 def restart_control_plane(scene: Scene, _: Manifest) -> None:

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ class Collector:
     """What has come, and everything of it as bytes."""
 
     def __init__(self) -> None:
-        self.url = ""
+        self.url, self.port = "", 0
         self.raw = b""
         self.paths: set[str] = set()
         self._spans: list[Span] = []
@@ -88,8 +89,11 @@ def _value(value: AnyValue) -> Any:
 
 
 @contextmanager
-def collecting() -> Iterator[Collector]:
-    """A collector on a port of its own."""
+def collecting(
+    host: str = "127.0.0.1", enter: Callable[[], None] = lambda: None
+) -> Iterator[Collector]:
+    """A collector on a port of its own; `enter` leads the thread that opens it into another
+    network."""
     made = Collector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -106,10 +110,23 @@ def collecting() -> Iterator[Collector]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    opened: Future[ThreadingHTTPServer] = Future()
+
+    def serve() -> None:
+        try:
+            enter()
+            server = ThreadingHTTPServer((host, 0), Handler)
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(server)
+        server.serve_forever()
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
+    server = opened.result(DEADLINE_S)
+    made.port = server.server_address[1]
+    made.url = f"http://{host}:{made.port}"
     try:
         yield made
     finally:

@@ -76,6 +76,7 @@ class Watcher:
         self._on_restart = on_restart
         self._version: str | None = None
         self._ahead = False
+        self._silent = False
         self._trouble = ""
 
     def fresh(self) -> bool:
@@ -118,17 +119,18 @@ class Watcher:
 
     async def _list(self) -> None:
         # At the first list any age will do. Later nothing may be older than what we know,
-        # except when the server itself can't come to that version.
+        # except when the server itself can't come to that version. After silence it is to
+        # ask its store: what feeds its watches may be what stands still.
         known = str(self.store.seen) if self.store.seen else "0"
         listed = await self._kube.list(
             self.resource,
             self._namespace,
             selector=self._selector,
-            version=None if self._ahead else known,
+            version=None if self._ahead or self._silent else known,
             timeout_s=LIST_TIMEOUT_S,
         )
         touched = self.store.relist(listed.version, listed.items, reset=self._ahead)
-        self._version, self._ahead = listed.version, False
+        self._version, self._ahead, self._silent = listed.version, False, False
         self.heard_at = time.monotonic()
         appeared = not self.present.is_set() and self.settled.is_set()
         self.present.set()
@@ -158,7 +160,7 @@ class Watcher:
                 # A list finds what the watch may have kept to itself. Without anything lost,
                 # too, a server is silent about a kind of which nothing has changed since it
                 # started: it has no version yet that it could tell.
-                self._version = None
+                self._version, self._silent = None, True
                 log.info("watch kind=%s: %s", self.resource.kind, error)
                 return 0.0
             case apierrors.NotFound() if self.resource.optional:

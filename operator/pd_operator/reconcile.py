@@ -195,6 +195,7 @@ class Reconciler:
         self._written_at: dict[Key, datetime] = {}
         self._calm: dict[Key, _Calm] = {}
         self._told: dict[Key, dict[Role, str]] = {}
+        self._unsaid: set[Key] = set()
         self._rendered: dict[tuple[object, ...], Desired] = {}
 
     def forget(self, key: Key) -> None:
@@ -202,6 +203,7 @@ class Reconciler:
         self._written_at.pop(key, None)
         self._calm.pop(key, None)
         self._told.pop(key, None)
+        self._unsaid.discard(key)
         self._scaler.forget(key)
         self._certifier.forget(key)
 
@@ -245,7 +247,7 @@ class Reconciler:
             wanted = replace(wanted, surroundings=(*certified.secrets, *wanted.surroundings))
         wanted = _available(wanted, world.absent)
         done = await self._carry_out(key, wanted, seen)
-        unsaid = await self._write_pools(key, cluster, done, sizes)
+        unsaid_s = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
@@ -255,9 +257,9 @@ class Reconciler:
         await self._write_status(key, document, new)
         due_s = max(SOON_S, certified.due_s(self._clock()))
         again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
-        if unsaid:  # the watch tells nothing new of what we wrote ourselves
-            again_s = min(again_s, UNSAID_S)
-        wrote = done.plan.operations or sizes.written or unsaid
+        if unsaid_s:  # the watch tells nothing new of what we wrote ourselves
+            again_s = min(again_s, unsaid_s)
+        wrote = done.plan.operations or sizes.written or unsaid_s
         calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
         return again_s, new if calm and due_s >= RESYNC_S else None
 
@@ -328,19 +330,24 @@ class Reconciler:
             if isinstance(one, Scale):
                 log.info("%s", line(said))
 
-    async def _write_pools(self, key: Key, cluster: Cluster, done: _Done, sizes: _Sizes) -> bool:
-        """Seeds PDPools that were made just now, and says what runs of each other one. True:
-        something is still to be said. What runs is about to change after something was done,
-        and is said once, by the look that comes soon."""
+    async def _write_pools(self, key: Key, cluster: Cluster, done: _Done, sizes: _Sizes) -> float:
+        """Seeds PDPools that were made just now, and says what runs of each other one. What
+        runs is about to change after something was done: the look that comes soon says it
+        once, even if it has something to do as well. Seconds until that look; 0: all is said.
+        """
         writes = replicas.writes(cluster, done.seen, sizes.replicas)
         for write in writes:
             await self._write_replicas(key, write)
         statuses = replicas.pool_statuses(cluster, done.seen)
-        if writes or done.acted:  # what was seeded has another version now
-            return bool(writes or statuses)
+        if (writes or statuses) and (writes or done.acted) and key not in self._unsaid:
+            self._unsaid.add(key)
+            return UNSAID_S
+        self._unsaid.discard(key)
+        written = {write.name for write in writes}
         for item, new in statuses:
-            await self._backend.write_status(key, item, new)
-        return False
+            if item["metadata"]["name"] not in written:  # its version is another one now
+                await self._backend.write_status(key, item, new)
+        return SOON_S if writes else 0.0
 
     async def _write_replicas(self, key: Key, write: replicas.Write) -> None:
         log.info("cluster=%s/%s PDPool %s: %d replicas", *key, write.name, write.replicas)

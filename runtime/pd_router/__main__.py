@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import version
 
 import uvloop
 
@@ -127,8 +126,9 @@ async def _spans(settings: Settings) -> AsyncIterator[Spans | None]:
         return
     from pd_router.tracing import Tracing  # an extra, and a second's worth of modules
 
-    about = {"service.instance.id": settings.router_name, "service.version": version("pdcluster")}
-    made = Tracing(settings.trace_endpoint, settings.trace_ratio, about)
+    made = Tracing(
+        settings.trace_endpoint, settings.trace_ratio, settings.model, settings.router_name
+    )
     try:
         yield made
     finally:

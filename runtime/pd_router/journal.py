@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -20,8 +20,10 @@ from pd_router.openai import Ask
 from pd_router.types import Timeline
 
 access = logging.getLogger("pd_router.access")
+log = logging.getLogger("pd_router.journal")
 
 RING_REQUESTS = 1000
+MAX_TRACESTATE = 512
 RING_TIMELINES = 16  # of one request with many prompts
 
 
@@ -52,7 +54,8 @@ class Entry:
     ended_at: float  # seconds since 1970
     timelines: tuple[Timeline, ...]
 
-    def document(self) -> dict[str, Any]:
+    def document(self, *, considered: bool = True) -> dict[str, Any]:
+        """`considered`: with the workers that were candidates."""
         failure = self.failure
         return {
             "request_id": self.request_id,
@@ -62,20 +65,28 @@ class Entry:
             "failure": failure and {"kind": failure.kind, "message": failure.message},
             "total_s": self.total_s,
             "ended_at": self.ended_at,
-            "timelines": [_document(timeline) for timeline in self.timelines],
+            "timelines": [_document(timeline, considered) for timeline in self.timelines],
         }
 
 
 class Given(NamedTuple):
-    """What the client told of its own trace: W3C's headers, empty where it sent none."""
+    """How the client asked, and what it told of its own trace: W3C's headers, empty where it
+    sent none."""
 
+    method: str
     traceparent: str
     tracestate: str
 
     @classmethod
     def of(cls, exchange: Exchange) -> "Given":
-        headers = (exchange.header(b"traceparent"), exchange.header(b"tracestate"))
-        return cls(*((one or b"").decode("latin-1") for one in headers))
+        parent, state = exchange.header(b"traceparent"), exchange.header(b"tracestate")
+        if state is not None and len(state) > MAX_TRACESTATE:
+            state = None  # W3C wants no more to be passed on
+        return cls(exchange.method, *((one or b"").decode("latin-1") for one in (parent, state)))
+
+    def carrier(self) -> dict[str, str]:
+        found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
+        return {name: value for name, value in found.items() if value}
 
 
 class Spans(Protocol):
@@ -99,8 +110,16 @@ class Journal:
             yield
         finally:
             entry = self._write(record, exchange.status)
-            if self._spans is not None:
-                self._spans.record(record, Given.of(exchange), entry)
+            self._trace(record, exchange, entry)
+
+    def _trace(self, record: Record, exchange: Exchange, entry: Entry) -> None:
+        """Nobody's request fails for its spans."""
+        if self._spans is None:
+            return
+        try:
+            self._spans.record(record, Given.of(exchange), entry)
+        except Exception:
+            log.exception("request=%s has no spans", record.request_id)
 
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
         """The latest first; with an id (the header's or the answer's) only those."""
@@ -133,8 +152,11 @@ class Journal:
         return entry
 
 
-def _document(timeline: Timeline) -> dict[str, Any]:
-    return asdict(timeline) | {"considered": [one.document() for one in timeline.considered]}
+def _document(timeline: Timeline, considered: bool) -> dict[str, Any]:
+    found = asdict(replace(timeline, considered=()))
+    return found | {
+        "considered": [one.document() for one in timeline.considered if considered],
+    }
 
 
 def _line(record: Record, status: int, total_s: float, timelines: list[Timeline]) -> str:

@@ -140,9 +140,16 @@ def parse(arguments: Sequence[str]) -> Settings:
 def _collector(text: str) -> str:
     if not _COLLECTOR.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text!r} is no http:// or https:// URL")
-    if find_spec("opentelemetry") is None:
+    if not _is_there("opentelemetry.exporter.otlp.proto.http"):
         raise argparse.ArgumentTypeError("tracing isn't installed: pip install pdcluster[tracing]")
     return text
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor what it is a part of
+        return False
 
 
 def _ratio(text: str) -> float:

@@ -8,7 +8,8 @@ what workers did carry services of their own (docs/adr/0012).
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -19,12 +20,16 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pd_router import traces
+from pd_router.answer import Run
 from pd_router.journal import Entry, Given, Record
 
 log = logging.getLogger("pd_router.tracing")
 
 CLOSE_S = 5.0
 """How long the last spans may take on their way, when the router ends."""
+_UNKNOWN_CLIENT = 401
+_TALKATIVE = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+"""Loggers that write down what clients sent, with a warning for each request."""
 _NANOSECONDS = 1_000_000_000
 
 
@@ -36,16 +41,20 @@ class Tracing:
         self,
         endpoint: str,
         ratio: float,
-        about: Mapping[str, str],
+        model: str,
+        router: str,
         processor: Callable[[str], SpanProcessor] = lambda url: BatchSpanProcessor(
             OTLPSpanExporter(url)
         ),
     ) -> None:
         """`endpoint`: as OTEL_EXPORTER_OTLP_ENDPOINT has it. `ratio`: of the requests whose
-        client hasn't decided. `about`: attributes of the router's resource. Headers,
-        certificates, names: by OTEL_… variables."""
+        client hasn't decided. `model`: that is served; `router`: which one this is.
+        Headers, certificates, names: by OTEL_… variables."""
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._model = model
         self._processor = processor(f"{endpoint.rstrip('/')}/v1/traces")
-        base = Resource.create(dict(about))
+        base = Resource.create({"service.instance.id": router, **_version()})
         name = str(base.attributes["service.name"])
         if name.startswith("unknown_service"):
             name = "pdcluster"
@@ -61,18 +70,20 @@ class Tracing:
 
     def record(self, record: Record, given: Given, entry: Entry) -> None:
         """One request that is over."""
+        if entry.status == _UNKNOWN_CLIENT:
+            return  # whoever has no key fills no queue
         began_s = entry.ended_at - entry.total_s
         root = self._tracers[traces.ROUTER].start_span(
-            traces.root_name(record.ask, entry.path),
-            context=self._propagator.extract({k: v for k, v in given._asdict().items() if v}),
+            traces.root_name(record.ask, given.method, entry.path, self._model),
+            context=self._propagator.extract(given.carrier()),
             kind=trace.SpanKind.SERVER,
             start_time=_nanoseconds(began_s),
         )
         if not root.is_recording():
             return
-        document = entry.document()
-        finishes = record.run.finishes() if record.run is not None else []
-        root.set_attributes(traces.root_attributes(document, record.ask, finishes))
+        document = entry.document(considered=False)
+        used = _used(record.run) if record.run is not None else None
+        root.set_attributes(traces.root_attributes(document, record.ask, given.method, used))
         if document["failure"]:
             root.set_status(trace.StatusCode.ERROR, str(document["failure"]["kind"]))
         context = trace.set_span_in_context(root)
@@ -95,6 +106,19 @@ class Tracing:
         await asyncio.to_thread(sending.join, CLOSE_S)
         if sending.is_alive():
             log.warning("the last spans were not taken within %g s", CLOSE_S)
+
+
+def _used(run: Run) -> traces.Used:
+    usage = run.usage()
+    return traces.Used(usage.prompt, usage.completion, usage.cached, run.finishes())
+
+
+def _version() -> dict[str, str]:
+    """Images hold the code alone, without what pip says of it."""
+    try:
+        return {"service.version": version("pdcluster")}
+    except PackageNotFoundError:
+        return {}
 
 
 def _nanoseconds(seconds: float) -> int:

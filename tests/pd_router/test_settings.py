@@ -108,7 +108,6 @@ def until_serving(process: subprocess.Popen[str], port: int) -> None:
     raise AssertionError("the router doesn't serve")
 
 
-@pytest.mark.slow
 def test_tracing_that_isnt_installed_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +117,7 @@ def test_tracing_that_isnt_installed_is_told(
     assert "pip install pdcluster[tracing]" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_serves_and_ends_when_told(number: signal.Signals) -> None:
     http, admin, control = free_ports(3)

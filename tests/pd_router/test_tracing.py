@@ -5,6 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,6 +13,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from pd_router import traces, tracing
+from pd_router.keys import Keyring
 from pd_router.tracing import Tracing
 from tests.collector import Collector, Span, collecting
 from tests.pd_router.http_rig import MODEL, Rig, go, rig, says
@@ -22,7 +24,8 @@ HI: Any = [{"role": "user", "content": SECRET}]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=x"}
 NOT_SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-ABOUT = {"service.instance.id": "router-0"}
+NO_TRACE = {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}
+WHOLE = 7  # spans of a request that nothing was handed over for
 LINE: dict[str, Any] = {
     "prompt_tokens": 100, "cached_tokens": 32, "completion_tokens": 7, "attempts": 1,
     "tokenize_s": 0.1, "queue_s": 0.2, "grant_wait_s": 0.3, "prefill_queue_s": 0.4,
@@ -66,7 +69,7 @@ def test_who_did_what_and_when() -> None:
 
 
 def test_a_prompt_computed_where_it_is_decoded_is_that_workers() -> None:
-    line = LINE | {"prefill_worker": "", "transport": "", "transfer_s": 0.0}
+    line = LINE | {"prefill_worker": "d-0", "transport": "", "transfer_s": 0.0}
     found = [(one.name, one.service) for one in traces.children(entry(line))]
     assert found[2:] == [
         ("reserve", "decode"),
@@ -79,19 +82,23 @@ def test_a_prompt_computed_where_it_is_decoded_is_that_workers() -> None:
 def test_each_prompt_of_a_request_has_its_own() -> None:
     found = list(traces.children(entry(LINE, LINE)))
     assert [one.attributes["pdcluster.prompt"] for one in found] == [0] * 7 + [1] * 7
-    usage = traces.root_attributes(entry(LINE, LINE), None, [])
-    assert usage["gen_ai.usage.input_tokens"] == 200
+
+
+def test_what_no_worker_did_has_no_span() -> None:
+    nowhere = {"prefill_worker": "", "decode_worker": "", "transport": "", "ttft_s": None}
+    found = traces.children(entry(LINE | nowhere | {"attempts": 0}, status=503))
+    assert [one.name for one in found] == ["tokenize", "queue"]
 
 
 @asynccontextmanager
-async def traced(url: str, ratio: float = 1.0) -> AsyncIterator[Rig]:
+async def traced(url: str, ratio: float = 1.0, **settings: Any) -> AsyncIterator[Rig]:
     """A router whose spans go out at once."""
 
     def at_once(place: str) -> SimpleSpanProcessor:
         return SimpleSpanProcessor(tracing.OTLPSpanExporter(place, timeout=0.5))
 
-    made = Tracing(url, ratio, ABOUT, at_once)
-    async with rig(spans=made) as r:
+    made = Tracing(url, ratio, MODEL, "router-0", at_once)
+    async with rig(spans=made, **settings) as r:
         r.sessions.script = says(r.tokens("abc"))
         yield r
     await made.close()
@@ -118,7 +125,7 @@ def test_a_request_in_its_clients_trace(monkeypatch: pytest.MonkeyPatch) -> None
             before = time.time()
             answer = await ask(r, SAMPLED, temperature=0.5, max_tokens=9, user="someone")
             after = time.time()
-            await asyncio.to_thread(collector.spans, 7)
+            await asyncio.to_thread(collector.spans, WHOLE)
         spans, root = collector.spans(), the_root(collector)
         assert {one.trace for one in spans} == {TRACE}
         assert {one.parent for one in spans if one is not root} == {root.id}
@@ -151,7 +158,7 @@ def test_a_request_in_its_clients_trace(monkeypatch: pytest.MonkeyPatch) -> None
         (0.0, SAMPLED, True),
         (1.0, NOT_SAMPLED, False),
         (1.0, {"traceparent": "nonsense"}, True),
-        (0.0, {"traceparent": f"00-{'0' * 32}-{PARENT}-01"}, False),
+        (0.0, NO_TRACE, False),
     ],
 )
 def test_the_client_decides_where_it_does(
@@ -161,7 +168,7 @@ def test_the_client_decides_where_it_does(
         async with traced(collector.url, ratio) as r:
             await ask(r, headers)
             await ask(r, SAMPLED | {"x-request-id": "last"})  # what came before has been sent
-            await asyncio.to_thread(collector.spans, 7)
+            await asyncio.to_thread(collector.spans, WHOLE)
         roots = [one for one in collector.spans() if one.name.startswith("chat")]
         assert len(roots) == 1 + is_traced
         assert roots[-1].attributes["pdcluster.request_id"] == "last"
@@ -185,12 +192,69 @@ def test_a_failure_is_one_in_its_span() -> None:
         go(scenario(collector))
 
 
+def test_what_clients_write_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that isn't there names no span; numbers are those that the wire can tell; a
+    tracestate isn't passed on beyond what W3C asks for, and never logged."""
+
+    async def scenario(collector: Collector) -> None:
+        async with traced(collector.url) as r, r.client() as api:
+            state = {"tracestate": ",".join(["junk"] * 50)}
+            for headers in (state, {"tracestate": "a=" + "b" * 600}):
+                with pytest.raises(openai.NotFoundError):
+                    await api.chat.completions.create(
+                        model="m" * 10_000, messages=HI, extra_headers=SAMPLED | headers,
+                        extra_body={"top_k": 10**30}, user="x",
+                    )  # fmt: skip
+            await asyncio.to_thread(collector.spans, 2)
+        for root in collector.spans():
+            assert root.name == "chat"
+            assert root.attributes["gen_ai.request.model"] == "m" * 200
+            assert root.attributes["gen_ai.request.top_k"] == 2**63 - 1
+        assert b"b" * 600 not in collector.raw
+        assert "junk" not in caplog.text
+
+    with collecting() as collector:
+        go(scenario(collector))
+
+
+def test_whoever_has_no_key_makes_no_spans(tmp_path: Path) -> None:
+    (tmp_path / "alice").write_text("sk-alice-0123456789")
+    keyring = Keyring(tmp_path, lambda: None)
+    keyring.load()
+
+    async def scenario(collector: Collector) -> None:
+        async with traced(collector.url, keyring=keyring) as r:
+            with pytest.raises(openai.AuthenticationError):
+                await ask(r, SAMPLED)
+            key = {"authorization": "Bearer sk-alice-0123456789", "x-request-id": "known"}
+            await ask(r, SAMPLED | key)
+            await asyncio.to_thread(collector.spans, WHOLE)
+        assert the_root(collector).attributes["pdcluster.request_id"] == "known"
+
+    with collecting() as collector:
+        go(scenario(collector))
+
+
+def test_spans_that_fail_are_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def record(self, *_: object) -> None:
+            raise ValueError("cannot convert float NaN to integer")
+
+    async def scenario() -> None:
+        async with rig(spans=Broken()) as r:
+            r.sessions.script = says(r.tokens("abc"))
+            assert (await ask(r, {})).usage.completion_tokens == 4
+        assert "has no spans" in caplog.text
+
+    go(scenario())
+
+
 def test_no_collector_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
     """What can't be sent is given up, within a bound, when the router ends."""
     monkeypatch.setattr(tracing, "CLOSE_S", 0.2)
 
     async def scenario() -> None:
-        made = Tracing(f"http://127.0.0.1:{free_port()}", 1.0, ABOUT)
+        made = Tracing(f"http://127.0.0.1:{free_port()}", 1.0, MODEL, "router-0")
         async with rig(spans=made) as r:
             r.sessions.script = says(r.tokens("abc"))
             for _ in range(3):
