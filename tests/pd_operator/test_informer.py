@@ -177,6 +177,9 @@ def test_after_silence_comes_a_list(run, monkeypatch: pytest.MonkeyPatch):
             await until(lambda: names(made) == {"unheard"})
             assert made.heard_at > first
             assert made.fresh()
+        first_list, *later = [one for one in api.asked if one.verb == "list"]
+        assert "resourceVersion" in first_list.query
+        assert not any("resourceVersion" in one.query for one in later)  # of the store itself
 
     run(scenario())
 

@@ -128,6 +128,20 @@ def test_an_edit_of_the_replicas_says_so_before_anything_follows(run) -> None:
     assert backend.writes == ["replicas chat-decode 3", "scale StatefulSet", "status"]
 
 
+def test_what_runs_of_pools_is_said_though_each_look_has_something_to_do(run) -> None:
+    """Somebody undoes one of ours after each look; an HPA reads what the PDPool says."""
+    backend = Backend(document())
+    made = reconciler(backend)
+    victim = Ref("Service", "chat-control")
+    for _ in range(2):
+        assert backend.objects.pop(victim, None) is not None or not backend.objects
+        backend.writes.clear()
+        run(made.reconcile(KEY))
+        assert "apply Service" in backend.writes
+    pools = [one for ref, one in backend.objects.items() if ref.kind == "PDPool"]
+    assert backend.writes.count("status") == len(pools)
+
+
 def test_an_unreadable_object_leaves_what_runs(run) -> None:
     backend = Backend(document(**{"spec.decode.replicas": "two"}))
     backend.objects[Ref("StatefulSet", "x")] = {
