@@ -331,15 +331,20 @@ class Reconciler:
                 log.info("%s", line(said))
 
     async def _write_pools(self, key: Key, cluster: Cluster, done: _Done, sizes: _Sizes) -> float:
-        """Seeds PDPools that were made just now, and says what runs of each other one. What
-        runs is about to change after something was done: the look that comes soon says it
-        once, even if it has something to do as well. Seconds until that look; 0: all is said.
+        """Seeds PDPools that were made just now, and says what runs of each other one.
+
+        After something was done what runs is about to change, unless it is as many as it is
+        to be: the look that comes soon says it once, even if it has something to do as well.
+        Seconds until that look; 0: all is said.
         """
         writes = replicas.writes(cluster, done.seen, sizes.replicas)
         for write in writes:
             await self._write_replicas(key, write)
         statuses = replicas.pool_statuses(cluster, done.seen)
-        if (writes or statuses) and (writes or done.acted) and key not in self._unsaid:
+        changes = done.acted and any(
+            new["replicas"] != item.get("spec", {}).get("replicas") for item, new in statuses
+        )
+        if (writes or changes) and key not in self._unsaid:
             self._unsaid.add(key)
             return UNSAID_S
         self._unsaid.discard(key)

@@ -59,13 +59,14 @@ class Member:
         self._told: signal.Signals | None = None
 
     async def run(self) -> int:
-        """Until it is told to end. Its exit status, where it never served."""
+        """Until it is told to end. Its exit status, where it ended by itself without having
+        served."""
         pause_s = _PAUSE_S
         while self._told is None:
             status = await self._once()
             if self._told is not None:
                 break
-            if not self._served:
+            if not self._served and status >= 0:  # nobody killed it
                 return status or 1
             log.error("process=%d ended with %d; started again", self._index, status)
             await asyncio.sleep(pause_s)

@@ -27,6 +27,7 @@ log = logging.getLogger("pd_router.tracing")
 
 CLOSE_S = 5.0
 """How long the last spans may take on their way, when the router ends."""
+_PATH = "/v1/traces"
 _UNKNOWN_CLIENT = 401
 _TALKATIVE = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """Loggers that write down what clients sent, with a warning for each request."""
@@ -47,13 +48,13 @@ class Tracing:
             OTLPSpanExporter(url)
         ),
     ) -> None:
-        """`endpoint`: as OTEL_EXPORTER_OTLP_ENDPOINT has it. `ratio`: of the requests whose
-        client hasn't decided. `model`: that is served; `router`: which one this is.
-        Headers, certificates, names: by OTEL_… variables."""
+        """`endpoint`: as OTEL_EXPORTER_OTLP_ENDPOINT has it, or with its path. `ratio`: of the
+        requests whose client hasn't decided. `model`: that is served; `router`: which one this
+        is. Headers, certificates, names: by OTEL_… variables."""
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
         self._model = model
-        self._processor = processor(f"{endpoint.rstrip('/')}/v1/traces")
+        self._processor = processor(f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}")
         base = Resource.create({"service.instance.id": router, **_version()})
         name = str(base.attributes["service.name"])
         if name.startswith("unknown_service"):

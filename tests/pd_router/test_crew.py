@@ -283,6 +283,34 @@ def test_a_process_that_dies_is_started_again_and_all_end_when_told() -> None:
     go(scenario(), 100)
 
 
+@pytest.mark.parametrize(("status", "ends"), [(-signal.SIGKILL, 0), (3, 3), (0, 1)])
+def test_only_a_process_that_ends_by_itself_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, status: int, ends: int
+) -> None:
+    monkeypatch.setattr("pd_router.crew._PAUSE_S", 0.01)
+
+    async def scenario() -> None:
+        [http, admin, control] = free_ports(3)
+        given = [f"--http=127.0.0.1:{http}", f"--admin=127.0.0.1:{admin}",
+                 f"--control=127.0.0.1:{control}", "--model=m", "--router-name=r"]  # fmt: skip
+        member = Process(0, parse([*given, "--processes=2"]), given)
+        starts = 0
+
+        async def once() -> int:
+            nonlocal starts
+            starts += 1
+            if starts == 3:
+                member.tell(signal.SIGTERM)
+            return status
+
+        monkeypatch.setattr(member, "_once", once)
+        assert await member.run() == ends
+        assert starts == (3 if status < 0 else 1)
+        member.close()
+
+    go(scenario())
+
+
 @pytest.mark.slow
 def test_a_process_told_to_end_while_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     real = asyncio.create_subprocess_exec

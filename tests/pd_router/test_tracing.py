@@ -217,6 +217,18 @@ def test_what_clients_write_is_bounded(caplog: pytest.LogCaptureFixture) -> None
         go(scenario(collector))
 
 
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/v1/traces/"])
+def test_an_endpoint_may_have_the_path_of_traces(path: str) -> None:
+    places: list[str] = []
+
+    def noted(place: str) -> SimpleSpanProcessor:
+        places.append(place)
+        return SimpleSpanProcessor(tracing.OTLPSpanExporter(place))
+
+    Tracing(f"http://otel:4318{path}", 1.0, MODEL, "router-0", noted)
+    assert places == ["http://otel:4318/v1/traces"]
+
+
 def test_whoever_has_no_key_makes_no_spans(tmp_path: Path) -> None:
     (tmp_path / "alice").write_text("sk-alice-0123456789")
     keyring = Keyring(tmp_path, lambda: None)
