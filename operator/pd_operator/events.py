@@ -19,6 +19,7 @@ log = logging.getLogger("pd_operator.events")
 
 MAX_WAITING = 1000
 MAX_OBJECTS = 5000
+MAX_REASONS = 50  # of one object
 CONTROLLER = "pdcluster.dev/operator"
 
 
@@ -30,14 +31,17 @@ class Recorder:
         self._instance = instance
         self._waiting: deque[Manifest] = deque(maxlen=MAX_WAITING)
         self._wake = asyncio.Event()
-        self._budgets: dict[str, Budget] = {}
+        self._budgets: dict[str, dict[str, Budget]] = {}  # by uid and reason
 
     def add(self, document: Manifest, notices: Iterable[Notice]) -> None:
-        """Events about an object; what exceeds its budget is only logged."""
-        uid = document["metadata"].get("uid", "")
+        """Events about an object; what exceeds its budget is only logged. Each reason has
+        its own: conditions that go to and fro take nothing from a warning."""
+        uid, now_s = document["metadata"].get("uid", ""), time.monotonic()
         for notice in notices:
-            budget = self._budgets.setdefault(uid, Budget(at_s=time.monotonic()))
-            if budget.take(time.monotonic()):
+            budgets = self._budgets.setdefault(uid, {})
+            known = notice.reason in budgets or len(budgets) < MAX_REASONS
+            reason = notice.reason if known else ""  # all others share one
+            if budgets.setdefault(reason, Budget(at_s=now_s)).take(now_s):
                 self._waiting.append(self._event(document, notice))
                 self._wake.set()
             else:

@@ -45,11 +45,11 @@ def of_change(previous: Mapping[str, Any], new: Mapping[str, Any]) -> list[Notic
 
 @dataclass(slots=True)
 class Budget:
-    """How many events one object may still have: a burst, then one now and then."""
+    """How many events of one reason an object may still have: a burst, then one now and then."""
 
-    burst: int = 20
+    burst: int = 10
     refill_s: float = 60.0
-    left: float = 20.0
+    left: float = 10.0
     at_s: float = 0.0
 
     def take(self, now_s: float) -> bool:

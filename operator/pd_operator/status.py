@@ -220,8 +220,12 @@ def _ready(parts: Sequence[_Condition], plan: Plan, observed: Observed) -> _Cond
             return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
     if rolling := _rolling_text(plan, observed):
         return _Condition("Ready", False, "RollingOut", rolling)
-    if all(part.reason == "ScaledToZero" for part in parts[:-1]):
+    empty = [part.type for part in parts[:-1] if part.reason == "ScaledToZero"]
+    if len(empty) == len(parts) - 1:
         return _Condition("Ready", True, "ScaledToZero")
+    if _ROLE_CONDITION[Role.DECODE] in empty:
+        text = "decode has no replicas, so no request can be answered"
+        return _Condition("Ready", False, "NoWorkers", text)
     return _Condition("Ready", True, "AllReady")
 
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from pd_operator import notices
-from pd_operator.events import Recorder
+from pd_operator.events import MAX_REASONS, Recorder
 from pd_operator.kube import Kube
 from pd_operator.notices import Budget, Notice
 from tests.pd_operator.fake_api import FakeApi
@@ -57,6 +57,9 @@ def test_a_budget():
     assert [budget.take(1000), budget.take(1000), budget.take(1000)] == [True, True, False]
 
 
+BURST = Budget().burst
+
+
 async def posted(api: FakeApi, recorder: Recorder, count: int) -> list[dict[str, Any]]:
     task = asyncio.create_task(recorder.run())
     async with asyncio.timeout(10):
@@ -90,14 +93,19 @@ def test_failures_are_nobodys_affair_and_floods_are_cut(run):
     async def scenario() -> None:
         api = FakeApi()
         recorder = Recorder(Kube(api), "operator-1")
-        recorder.add(DOCUMENT, [Notice(f"R{n}", "text") for n in range(500)])
+        recorder.add(DOCUMENT, [Notice("Flaps", f"text {n}") for n in range(500)])
+        recorder.add(DOCUMENT, [Notice("ScaleReverted", "text", warning=True)])
         api.refuse["create"] = 403
-        await posted(api, recorder, 20)
-        assert len([one for one in api.asked if one.verb == "create"]) <= 21
+        await posted(api, recorder, BURST + 1)
+        told = [one for one in api.asked if one.verb == "create"]
+        assert len(told) == BURST + 1  # the flapping takes nothing from the other
+        recorder.add(DOCUMENT, [Notice(f"R{n}", "text") for n in range(500)])
+        assert len(recorder._budgets["u1"]) <= MAX_REASONS + 1
         recorder.forget("u1")
+        recorder._waiting.clear()
         api.refuse.clear()
         recorder.add(DOCUMENT, [Notice("Last", "text", warning=True)])
-        [event] = await posted(api, recorder, 21)
+        [event] = await posted(api, recorder, BURST + 2)
         assert (event["type"], event["reason"]) == ("Warning", "Last")
 
     run(scenario())

@@ -102,6 +102,16 @@ def test_intended_zero_is_ready() -> None:
     assert condition(made, "Available")[:2] == ("False", "NoWorkers")
 
 
+def test_without_decode_it_is_not_ready() -> None:
+    """Without prefill, decode computes prompts itself; without decode nothing answers."""
+    none = cluster(**{"spec.decode.replicas": 0})
+    made = status_of(none, running(rendered(none)))
+    assert condition(made, "Ready")[:2] == ("False", "NoWorkers")
+    assert condition(made, "DecodeReady")[:2] == ("True", "ScaledToZero")
+    none = cluster(**{"spec.prefill.replicas": 0})
+    assert condition(status_of(none, running(rendered(none))), "Ready")[0] == "True"
+
+
 def test_a_colocated_pool_stands_in_both_columns() -> None:
     of = cluster(
         **{
