@@ -175,10 +175,7 @@ class PlayedSessions:
         if self.refuse_from is not None and len(self.started) >= self.refuse_from:
             raise RequestFailure(FailureKind.OVERLOADED, "enough")
         loop = asyncio.get_running_loop()
-        timeline = Timeline(
-            request.request_id, loop.time(), len(request.token_ids),
-            prefill_worker="p-0", decode_worker="d-0",
-        )  # fmt: skip
+        timeline = Timeline(request.request_id, loop.time(), len(request.token_ids))
         generation = PlayedGeneration(request, sink, timeline)
         self.started.append(generation)
         self._spawn(self._tell())

@@ -16,7 +16,7 @@ from pd_router import traces, tracing
 from pd_router.keys import Keyring
 from pd_router.tracing import Tracing
 from tests.collector import Collector, Span, collecting
-from tests.pd_router.http_rig import MODEL, Rig, go, rig, says
+from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
 from tests.ports import free_port
 
 SECRET = "the launch code is 7391"
@@ -99,7 +99,14 @@ async def traced(url: str, ratio: float = 1.0, **settings: Any) -> AsyncIterator
 
     made = Tracing(url, ratio, MODEL, "router-0", at_once)
     async with rig(spans=made, **settings) as r:
-        r.sessions.script = says(r.tokens("abc"))
+        say = says(r.tokens("abc"))
+
+        async def script(generation: PlayedGeneration) -> None:
+            generation.timeline.prefill_worker = "p-0"
+            generation.timeline.decode_worker = "d-0"
+            await say(generation)
+
+        r.sessions.script = script
         yield r
     await made.close()
 
