@@ -7,7 +7,6 @@ ready. No token may be wrong, and no request fail, but where its own router was 
 """
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -29,7 +28,7 @@ from e2e.cluster import cluster, netns
 from e2e.cluster.api import ApiError, Manifest, wait_for
 from e2e.cluster.errors import ClusterError
 from e2e.load import Load, Outcome, questions
-from e2e.site import CLAIMED_MODEL, SYSTEM, Site, document, running
+from e2e.site import CLAIMED_MODEL, Site, document, running
 from tests.tiny_model import tiny_model_dir
 
 NAME = "chaos"
@@ -154,26 +153,12 @@ def cut_off(scene: Scene, pod: Manifest) -> None:
         scene.enter("iptables", "-D", *rule)
 
 
-_OPERATOR = ("-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")
-
-
-def _operators(scene: Scene) -> dict[str, Manifest]:
-    found = json.loads(scene.site.kubectl("get", "pods", *_OPERATOR, "-o", "json"))
-    return {pod["metadata"]["uid"]: pod for pod in found["items"]}
-
-
 def kill_operator(scene: Scene, _: Manifest) -> None:
-    before = _operators(scene)
-    scene.site.kubectl(
-        "delete",
-        "pods",
-        *_OPERATOR,
-        "--grace-period=0",
-        "--force",
-    )
+    before = scene.site.operators()
+    scene.site.kill_operator()
 
     def another() -> bool:
-        new = [pod for uid, pod in _operators(scene).items() if uid not in before]
+        new = [pod for uid, pod in scene.site.operators().items() if uid not in before]
         return bool(new) and all(_ready(pod) for pod in new)
 
     wait_for("another operator", another, READY_S)

@@ -4,6 +4,7 @@ PDClusters of tests use the thin engine image: torch comes from this machine's e
 through a claim on a volume that is a folder of the node.
 """
 
+import json
 import re
 import secrets
 import subprocess
@@ -22,6 +23,7 @@ from e2e.cluster.errors import ClusterError
 from e2e.cluster.layout import Layout
 
 SYSTEM = "pdcluster-system"
+_OPERATOR = ("-n", SYSTEM, "-l", "app.kubernetes.io/component=operator")
 RELEASE = "pdcluster"
 CHART = images.ROOT / "charts" / "pdcluster"
 PDCLUSTER = ("pdcluster.dev/v1alpha1", "PDCluster")
@@ -130,6 +132,14 @@ class Site:
                 self.api.delete("v1", "PersistentVolume", volume)
 
     # ---- PDClusters ---------------------------------------------------------------
+
+    def operators(self) -> dict[str, Manifest]:
+        """The operator's pods, by uid."""
+        found = json.loads(self.kubectl("get", "pods", *_OPERATOR, "-o", "json"))
+        return {pod["metadata"]["uid"]: pod for pod in found["items"]}
+
+    def kill_operator(self) -> None:
+        self.kubectl("delete", "pods", *_OPERATOR, "--grace-period=0", "--force")
 
     def pdcluster(self, namespace: str, name: str) -> Manifest:
         return self.api.get(*PDCLUSTER, name, namespace)

@@ -12,7 +12,7 @@ import yaml
 
 from e2e.cluster.api import Manifest, wait_for
 from e2e.load import Load, Question
-from e2e.site import CHART, CLAIMED_MODEL, PDPOOL, SYSTEM, Site, document, pool
+from e2e.site import CHART, CLAIMED_MODEL, PDPOOL, Site, document, pool
 
 NAME = "pools"
 DEADLINE_S = 240.0
@@ -62,13 +62,13 @@ def test_helm_upgrade_brings_new_crds_and_keeps_what_was_scaled(
     wait_for("the pods", partial(has_pods, site, namespace, 2), DEADLINE_S)
     site.wait_ready(namespace, NAME)
     before = uids(site.pods(namespace))
-    operator = operators(site)
+    operator = site.operators().keys()
     with Load(
         site.layout.namespace_file, site.address(namespace, NAME), questions, streams=2
     ) as load:
         site.install("--set", "logLevel=debug", chart=next_chart(tmp_path))
         wait_for("the column", lambda: "SHIPPED" in listed(site, namespace), 60)
-        wait_for("the old operator's end", lambda: not operator & operators(site), 60)
+        wait_for("the old operator's end", lambda: not operator & site.operators().keys(), 60)
         site.install()
         wait_for("no column", lambda: "SHIPPED" not in listed(site, namespace), 60)
         load.until_more(4)
@@ -79,10 +79,6 @@ def test_helm_upgrade_brings_new_crds_and_keeps_what_was_scaled(
 
 def listed(site: Site, namespace: str) -> str:
     return site.kubectl("get", "pdc", NAME, "-n", namespace)
-
-
-def operators(site: Site) -> set[str]:
-    return uids(site.api.items("v1", "Pod", SYSTEM))
 
 
 def uids(objects: list[Manifest]) -> set[str]:

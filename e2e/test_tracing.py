@@ -23,11 +23,9 @@ pytestmark = pytest.mark.timeout(600)
 def test_one_trace_through_all_pods(site: Site, model: Path, questions: list[Question]) -> None:
     enter = partial(network.enter, site.layout.namespace_file)
     node = site.kubectl(
-        "get",
-        "nodes",
-        "-o",
+        "get", "nodes", "-o",
         'jsonpath={.items[0].status.addresses[?(@.type=="InternalIP")].address}',
-    ).strip()
+    ).strip()  # fmt: skip
     with collecting("0.0.0.0", enter) as collector, site.namespace(model) as namespace:
         spec: dict[str, Any] = document(NAME, CLAIMED_MODEL)["spec"]
         router = spec["router"] | {"routing": {"disaggregate": "always"}}
@@ -49,10 +47,7 @@ def test_one_trace_through_all_pods(site: Site, model: Path, questions: list[Que
             return answer.status
 
         assert network.start(site.layout.namespace_file, ask).result(120) == 200
-        spans = [one for one in collector.spans(8) if one.trace == TRACE]
-        [root] = [one for one in spans if one.parent == PARENT]
-        parts = {one.name: one for one in spans if one is not root}
-        assert {one.parent for one in parts.values()} == {root.id}
+        root, parts = collector.trace(TRACE, PARENT, 8)
         pods = {role: site.pods(namespace, role)[0] for role in ("prefill", "decode")}
         for role, pod in pods.items():
             assert parts[role].service == f"pdcluster-{role}"

@@ -13,7 +13,7 @@ import yaml
 
 from e2e.cluster.api import ApiError, Manifest, wait_for
 from e2e.load import Load, Question
-from e2e.site import CLAIMED_MODEL, PDCLUSTER, SYSTEM, Site, document
+from e2e.site import CLAIMED_MODEL, PDCLUSTER, Site, document
 
 NAME = "busy"
 DEADLINE_S = 600.0  # five workers one after the other, on two cores
@@ -145,10 +145,7 @@ def test_the_operator_is_killed_in_the_middle_of_a_rollout(
             lambda: by_uid(site.pods(namespace, "decode")) - before,
             DEADLINE_S,
         )
-        site.kubectl(
-            "delete", "pods", "-n", SYSTEM, "-l", "app.kubernetes.io/component=operator",
-            "--grace-period=0", "--force",
-        )  # fmt: skip
+        site.kill_operator()
         wait_for(
             "only new decode pods",
             lambda: not before & by_uid(site.pods(namespace, "decode")),

@@ -51,6 +51,15 @@ class Collector:
             self._spans += spans
             self._changed.notify_all()
 
+    def trace(self, of: str, parent: str, least: int) -> tuple[Span, dict[str, Span]]:
+        """The span that has this parent, and by their names those below it, of one trace;
+        once so many spans have come. There are no others."""
+        spans = [one for one in self.spans(least) if one.trace == of]
+        [root] = [one for one in spans if one.parent == parent]
+        below = {one.name: one for one in spans if one is not root}
+        assert {one.parent for one in below.values()} == {root.id}
+        return root, below
+
     def spans(self, least: int = 0) -> list[Span]:
         """Those that have come, once there are so many."""
         deadline = time.monotonic() + DEADLINE_S

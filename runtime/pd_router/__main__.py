@@ -120,11 +120,11 @@ def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Session
 
 @asynccontextmanager
 async def _spans(settings: Settings) -> AsyncIterator[Spans | None]:
-    """Where requests' spans go."""
+    """What makes requests' spans, if anything does."""
     if settings.trace_endpoint is None:
         yield None
         return
-    from pd_router.tracing import Tracing  # an extra, and a second's worth of modules
+    from pd_router.tracing import Tracing  # an extra: it needn't be there
 
     made = Tracing(
         settings.trace_endpoint, settings.trace_ratio, settings.model, settings.router_name

@@ -32,7 +32,7 @@ _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _GET_DEADLINE_S = 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
-_MARGIN_S = 15.0  # what a process needs beyond its drain to end
+_MARGIN_S = 15.0  # what a process needs beyond its drain to end, for the last spans too
 
 
 def _die_with(parent: int) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from pd_core.failures import Failure
 from pd_router.answer import Run
@@ -23,7 +23,6 @@ access = logging.getLogger("pd_router.access")
 log = logging.getLogger("pd_router.journal")
 
 RING_REQUESTS = 1000
-MAX_TRACESTATE = 512
 RING_TIMELINES = 16  # of one request with many prompts
 
 
@@ -69,30 +68,10 @@ class Entry:
         }
 
 
-class Given(NamedTuple):
-    """How the client asked, and what it told of its own trace: W3C's headers, empty where it
-    sent none."""
-
-    method: str
-    traceparent: str
-    tracestate: str
-
-    @classmethod
-    def of(cls, exchange: Exchange) -> "Given":
-        parent, state = exchange.header(b"traceparent"), exchange.header(b"tracestate")
-        if state is not None and len(state) > MAX_TRACESTATE:
-            state = None  # W3C wants no more to be passed on
-        return cls(exchange.method, *((one or b"").decode("latin-1") for one in (parent, state)))
-
-    def carrier(self) -> dict[str, str]:
-        found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
-        return {name: value for name, value in found.items() if value}
-
-
 class Spans(Protocol):
     """Makes spans of what is over (`pd_router.tracing`)."""
 
-    def record(self, record: Record, given: Given, entry: Entry) -> None: ...
+    def record(self, record: Record, exchange: Exchange, entry: Entry) -> None: ...
 
 
 class Journal:
@@ -117,7 +96,7 @@ class Journal:
         if self._spans is None:
             return
         try:
-            self._spans.record(record, Given.of(exchange), entry)
+            self._spans.record(record, exchange, entry)
         except Exception:
             log.exception("request=%s has no spans", record.request_id)
 

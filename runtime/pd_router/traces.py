@@ -113,7 +113,7 @@ def children(entry: Mapping[str, Any]) -> Iterator[Span]:
             if not where:
                 continue  # no worker had been chosen when it ended
             service = _SERVICES[name]
-            if service == PREFILL and line["prefill_worker"] in ("", line["decode_worker"]):
+            if service == PREFILL and where == line["decode_worker"]:
                 service = DECODE  # it was computed where it was decoded
             yield Span(name, service, start_s, seconds, which | _of(name, where, line))
 

@@ -21,7 +21,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pd_router import traces
 from pd_router.answer import Run
-from pd_router.journal import Entry, Given, Record
+from pd_router.exchange import Exchange
+from pd_router.journal import Entry, Record
 
 log = logging.getLogger("pd_router.tracing")
 
@@ -31,6 +32,7 @@ _PATH = "/v1/traces"
 _UNKNOWN_CLIENT = 401
 _TALKATIVE = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """Loggers that write down what clients sent, with a warning for each request."""
+_MOST_TRACESTATE = 512  # bytes: W3C wants no more to be passed on
 _NANOSECONDS = 1_000_000_000
 
 
@@ -69,14 +71,14 @@ class Tracing:
             self._tracers[service] = provider.get_tracer("pdcluster")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, record: Record, given: Given, entry: Entry) -> None:
+    def record(self, record: Record, exchange: Exchange, entry: Entry) -> None:
         """One request that is over."""
         if entry.status == _UNKNOWN_CLIENT:
             return  # whoever has no key fills no queue
         began_s = entry.ended_at - entry.total_s
         root = self._tracers[traces.ROUTER].start_span(
-            traces.root_name(record.ask, given.method, entry.path, self._model),
-            context=self._propagator.extract(given.carrier()),
+            traces.root_name(record.ask, exchange.method, entry.path, self._model),
+            context=self._propagator.extract(_carrier(exchange)),
             kind=trace.SpanKind.SERVER,
             start_time=_nanoseconds(began_s),
         )
@@ -84,7 +86,7 @@ class Tracing:
             return
         document = entry.document(considered=False)
         used = _used(record.run) if record.run is not None else None
-        root.set_attributes(traces.root_attributes(document, record.ask, given.method, used))
+        root.set_attributes(traces.root_attributes(document, record.ask, exchange.method, used))
         if document["failure"]:
             root.set_status(trace.StatusCode.ERROR, str(document["failure"]["kind"]))
         context = trace.set_span_in_context(root)
@@ -107,6 +109,15 @@ class Tracing:
         await asyncio.to_thread(sending.join, CLOSE_S)
         if sending.is_alive():
             log.warning("the last spans were not taken within %g s", CLOSE_S)
+
+
+def _carrier(exchange: Exchange) -> dict[str, str]:
+    """What the client told of its own trace."""
+    found = {name: exchange.header(name.encode()) for name in ("traceparent", "tracestate")}
+    state = found["tracestate"]
+    if state is not None and len(state) > _MOST_TRACESTATE:
+        del found["tracestate"]
+    return {name: value.decode("latin-1") for name, value in found.items() if value}
 
 
 def _used(run: Run) -> traces.Used:

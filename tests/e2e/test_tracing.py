@@ -32,18 +32,15 @@ def test_one_trace_through_all(model: Path, tmp_path: Path, run) -> None:
                 return response.status
 
             assert run(ask()) == 200
-            spans = collector.spans(len(NAMES) + 1)
+            root, parts = collector.trace(TRACE, PARENT, len(NAMES) + 1)
             workers = {pod.pool: pod.name for pod in cluster.workers()}
-        [root] = [one for one in spans if one.parent == PARENT]
-        parts = {one.name: one for one in spans if one is not root}
-        assert {one.trace for one in spans} == {TRACE}
-        assert {one.parent for one in parts.values()} == {root.id}
+        assert {one.trace for one in collector.spans()} == {TRACE}
         assert parts.keys() == NAMES
         assert root.name == "text_completion tiny"
         assert root.attributes["gen_ai.usage.output_tokens"] == 8
-        for name, role in (("prefill", "prefill"), ("decode", "decode")):
-            assert parts[name].service == f"pdcluster-{role}"
-            assert parts[name].attributes["pdcluster.worker"] == workers[role]
+        for role in ("prefill", "decode"):
+            assert parts[role].service == f"pdcluster-{role}"
+            assert parts[role].attributes["pdcluster.worker"] == workers[role]
         assert parts["transfer"].attributes["pdcluster.transfer.bytes"] > 0
         assert parts["prefill"].end_s <= parts["decode"].end_s <= root.end_s + 0.001
         assert prompt.encode() not in collector.raw

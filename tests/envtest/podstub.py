@@ -9,6 +9,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from pd_operator import apierrors, conflicts, kube
 from pd_operator.desired import revision_of
@@ -174,12 +175,10 @@ def _pod_names(owner: Manifest) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def running(
-    kubeconfig: Path, namespace: str = "", **options: object
-) -> AsyncIterator[PodStub]:
+async def running(kubeconfig: Path, namespace: str = "", **options: Any) -> AsyncIterator[PodStub]:
     """A stub at work, in this loop."""
     api = Kube(await kube.connect(str(kubeconfig)))
-    stub = PodStub(api, namespace, **options)  # type: ignore[arg-type]
+    stub = PodStub(api, namespace, **options)
     task = asyncio.create_task(stub.run())
     try:
         yield stub

@@ -192,7 +192,7 @@ def test_streams_that_end_at_once_are_not_asked_for_without_a_pause(run):
             for line in ():
                 yield line
 
-        api.stream = nothing  # type: ignore[method-assign, assignment]
+        api.stream = nothing
         began = asyncio.get_running_loop().time()
         async with watching(api, PDCLUSTER, heard) as made:
             calls = 0
@@ -203,7 +203,7 @@ def test_streams_that_end_at_once_are_not_asked_for_without_a_pause(run):
                 calls += 1
                 await once()
 
-            made._once = counted  # type: ignore[method-assign]
+            made._once = counted
             await asyncio.sleep(0.3)
             took = asyncio.get_running_loop().time() - began
         assert calls <= took / 0.007 + 2

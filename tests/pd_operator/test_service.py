@@ -175,7 +175,7 @@ def test_a_refused_object_is_told_and_the_others_are_made(run):
                 return await FakeApi(refuse={"apply": 422}).send(request)
             return await send(request)
 
-        api.send = refusing  # type: ignore[method-assign]
+        api.send = refusing
         await api.put(pdcluster("chat"))
         async with operating(api):
             await until(lambda: "status" in api.objects["PDCluster", "ns", "chat"])
@@ -202,7 +202,7 @@ def test_many_are_looked_at_side_by_side(run):
             busy -= request.is_write and request.resource.kind != "Lease"
             return response
 
-        api.send = slow  # type: ignore[method-assign]
+        api.send = slow
         for number in range(12):
             await api.put(pdcluster(f"chat-{number}"))
         async with operating(api, runners=4):

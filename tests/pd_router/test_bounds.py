@@ -30,7 +30,7 @@ def _serve(numbers: range, index: PrefixIndex, admission: Admission) -> None:
         found = place(
             need,
             workers,
-            lambda view, hashes=hashes: index.cached_tokens(view.id, hashes, view.block_tokens),  # type: ignore[misc]
+            lambda view, hashes=hashes: index.cached_tokens(view.id, hashes, view.block_tokens),
             Exclusions(),
             chance=Chance(number, number),
         )

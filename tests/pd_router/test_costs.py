@@ -210,10 +210,7 @@ def test_two_are_drawn(lot: int, count: int) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_each_policy_places_and_says_so(policy: str) -> None:
     workers = [*[big_p(n, 10 * n) for n in range(4)], *[big_d(n, n) for n in range(4)]]
-    got = [
-        put(*workers, routing=Routing(policy), chance=Chance(n * 7919, n))  # type: ignore[arg-type]
-        for n in range(64)
-    ]
+    got = [put(*workers, routing=Routing(policy), chance=Chance(n * 7919, n)) for n in range(64)]
     assert all(one.reason and one.considered for one in got)
     spread = {names(one) for one in got}
     assert (len(spread) > 3) == (policy in ("random", "round_robin")), spread
@@ -227,9 +224,9 @@ def test_prefix_alone_goes_where_the_prefix_is() -> None:
 
 def test_wrong_settings_are_told() -> None:
     with pytest.raises(ValueError, match="policy 'x'"):
-        Routing("x")  # type: ignore[arg-type]
+        Routing("x")
     with pytest.raises(ValueError, match="disaggregate 'x'"):
-        Routing(disaggregate="x")  # type: ignore[arg-type]
+        Routing(disaggregate="x")
     with pytest.raises(ValueError, match="session_kv_limit"):
         Routing(session_kv_limit=0)
 

@@ -460,7 +460,7 @@ def test_a_pod_listens_on_its_loopback_too(
     sockets = http.listen(http.Address(host, 8000), reuse_port=True)
 
     assert [one.getsockname() for one in sockets] == [(host, 8000) for host in bound]
-    assert all(one.reuse_port for one in sockets)  # type: ignore[attr-defined]
+    assert all(one.reuse_port for one in sockets)
 
 
 def test_a_pod_whose_loopback_is_taken_serves_all_the_same(

@@ -85,9 +85,9 @@ class WatchedImports:
             self.receiving.pop(conn, None)
             return end(conn, checksum, now, misfit)
 
-        imports.open = watched_open  # type: ignore[method-assign]
-        imports.push_begin = watched_begin  # type: ignore[method-assign]
-        imports.push_end = watched_end  # type: ignore[method-assign]
+        imports.open = watched_open
+        imports.push_begin = watched_begin
+        imports.push_end = watched_end
 
     def check(self) -> None:
         """Nothing is received into blocks that aren't set aside for it."""

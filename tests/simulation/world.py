@@ -450,7 +450,7 @@ def run(seed: int, trace: Callable[[str], None] | None = None) -> World:
     made = plan(seed)
     if trace is not None:
         trace(made.describe())
-    world.__init__(made, trace)  # type: ignore[misc]
+    world.__init__(made, trace)
     with world.in_place():
         world.run()
     return world
