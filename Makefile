@@ -5,7 +5,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 BIN := $(VENV)/bin
-COMPILED := $(wildcard runtime/pd_engine/attention/csrc/*) runtime/pd_engine/attention/build.py
+COMPILED := $(wildcard runtime/pd_engine/*/csrc/*) runtime/pd_engine/build.py
 LOCKS := requirements/bootstrap.lock requirements/all.lock requirements/model.lock
 # The environment is remade only when what it was made from changes.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml $(LOCKS) $(COMPILED) \

@@ -18,22 +18,20 @@ RUN python3 -m venv /build/venv \
  && rm -rf /opt/pdcluster/packages/bin \
  && { python3 -m compileall -qq --invalidation-mode unchecked-hash /opt/pdcluster/packages || :; }
 
-FROM ${BASE} AS attention
+FROM ${BASE} AS compiled
 RUN apt-get update -qq \
  && apt-get install -qq --yes --no-install-recommends g++ > /dev/null \
  && rm -rf /var/lib/apt/lists/*
-COPY runtime/pd_engine/__init__.py /opt/pdcluster/lib/pd_engine/
-COPY runtime/pd_engine/attention/__init__.py runtime/pd_engine/attention/build.py \
-     /opt/pdcluster/lib/pd_engine/attention/
+COPY runtime/pd_engine/__init__.py runtime/pd_engine/build.py /opt/pdcluster/lib/pd_engine/
 COPY runtime/pd_engine/attention/csrc /opt/pdcluster/lib/pd_engine/attention/csrc
-RUN PYTHONPATH=/opt/pdcluster/lib python3 -m pd_engine.attention.build
+COPY runtime/pd_engine/kv/csrc /opt/pdcluster/lib/pd_engine/kv/csrc
+RUN PYTHONPATH=/opt/pdcluster/lib python3 -m pd_engine.build
 
 FROM ${BASE} AS code
 COPY proto/pd_proto /opt/pdcluster/lib/pd_proto
 COPY runtime/pd_core /opt/pdcluster/lib/pd_core
 COPY runtime/pd_engine /opt/pdcluster/lib/pd_engine
-COPY --from=attention /opt/pdcluster/lib/pd_engine/attention/built \
-     /opt/pdcluster/lib/pd_engine/attention/built
+COPY --from=compiled /opt/pdcluster/lib/pd_engine/built /opt/pdcluster/lib/pd_engine/built
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/pdcluster/lib
 
 FROM ${BASE} AS thin

@@ -71,7 +71,7 @@ say "installing the locked packages: the first time about 3 GB to download, most
 say "installing pdcluster itself, editable"
 "$venv/bin/uv" pip install --quiet --no-deps --no-build-isolation --reinstall-package pdcluster -e .
 "$venv/bin/python" -m compileall -q operator proto runtime
-say "compiling the attention for CPUs (about 20 s)"
-"$venv/bin/python" -m pd_engine.attention.build >&2 || say "going on without it"
+say "compiling attention and checksums for this kind of CPU (about 20 s)"
+"$venv/bin/python" -m pd_engine.build >&2 || say "going on without it"
 touch "$stamp"
 say "done"

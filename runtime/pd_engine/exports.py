@@ -24,7 +24,8 @@ from pd_engine.types import RequestKey, TokenOut
 MEMORY_FRAMES = 4
 """So many times as large are frames that carry no bytes: then they are worth their message."""
 MOST_MEMORY_FRAMES = 16
-"""So many times as large at most, where there is so much to send at once."""
+"""So many times as large at most, where there is so much to send at once. They grow with what
+has gone: a target has nothing to do until the first is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +384,8 @@ class Exports:
         enough = frame_bytes * (MEMORY_FRAMES if by_memory else 1)
         if grows and (end - start) * blocks * self._layout.layer_bytes < enough:
             return None
-        frame_bytes *= MOST_MEMORY_FRAMES if by_memory else 1
+        if by_memory:
+            frame_bytes *= min(MOST_MEMORY_FRAMES, max(2, export.kv_bytes // frame_bytes))
         count = self._layers_a_frame(end - start, frame_bytes)
         ready = min(export.ready[start : start + count])
         slice_bytes = count * self._layout.layer_bytes

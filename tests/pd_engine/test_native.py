@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.kv import KvLayout
-from pd_engine.attention import build, library
+from pd_engine import build
+from pd_engine.attention import library
 from pd_engine.attention.exact import attend_exact
 from pd_engine.attention.library import Missing, Native, load
 from pd_engine.attention.native import NativeStep
@@ -319,20 +320,20 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 def test_without_a_build_the_reason_says_what_to_do() -> None:
     found = load()
     assert isinstance(found, Missing)
-    assert "python -m pd_engine.attention.build" in found.reason
+    assert "python -m pd_engine.build" in found.reason
 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("content", [b"", b"\x7fELF nonsense"])
 def test_a_damaged_library_is_passed_over(content: bytes) -> None:
-    build.library_path().write_bytes(content)
+    build.ATTENTION.path().write_bytes(content)
     found = load()
     assert isinstance(found, Missing)
     assert "cannot be loaded" in found.reason
 
 
 def test_a_library_with_another_interface_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "ABI", build.ABI + 1)
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
     load.cache_clear()
     found = load()
     load.cache_clear()

@@ -10,7 +10,9 @@ from functools import cache
 
 import torch
 
-from pd_engine.attention.build import ABI, library_path
+from pd_engine.build import ATTENTION
+
+ABI = 3  # PD_ATTENTION_ABI
 
 _FUNCTIONS = {
     "pd_attention_write": 2,
@@ -154,9 +156,9 @@ class Missing:
 @cache
 def load() -> Native | Missing:
     """The library as built for these sources, loaded once a process."""
-    path = library_path()
+    path = ATTENTION.path()
     if not path.is_file():
-        return Missing("not built; build it with: python -m pd_engine.attention.build")
+        return Missing("not built; build it with: python -m pd_engine.build")
     try:
         # torch is imported: its OpenMP runtime is loaded, and this library shares it.
         library = ctypes.CDLL(str(path))

@@ -19,11 +19,10 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import xxhash
-
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.agents import Agent, AgentError, Read, Reader, ReadFailed, Span
+from pd_engine.kv.checksum import Checksum, checksum_of
 from pd_engine.kv.memory import KvMemory, spans
 from pd_engine.kv.tcp import TcpTransport
 from pd_engine.kv.transport import Unreachable
@@ -31,7 +30,7 @@ from pd_engine.transfer import PushHead, Region
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES = 4 << 20
+_READ_BYTES = 2 << 20
 """Read at once: hashed while it is still in a cache, and others have their turn in between."""
 _AHEAD = 2
 """So many reads of a push go on at the same time."""
@@ -193,7 +192,7 @@ class NixlTaker:
     async def _read(
         self, reader: Reader, pieces: Sequence[Piece], progress: Callable[[], None]
     ) -> int:
-        hasher = xxhash.xxh3_64()
+        hasher = checksum_of(view for view, _ in pieces)
         going: deque[tuple[Read, list[Piece]]] = deque()
         try:
             for batch in _batches(pieces):
@@ -213,9 +212,7 @@ class NixlTaker:
         return hasher.intdigest()
 
 
-async def _taken(
-    reader: Reader, going: deque[tuple[Read, list[Piece]]], hasher: "xxhash.xxh3_64"
-) -> None:
+async def _taken(reader: Reader, going: deque[tuple[Read, list[Piece]]], hasher: Checksum) -> None:
     """The oldest read, to its end."""
     read, batch = going.popleft()
     await reader.finish(read)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.exports import ExportAction, Exports, PushJob, SealJob, StopJob, Target
-from pd_engine.kv import frames, tcp
+from pd_engine.kv import frames
 from pd_engine.kv.channels import Channel, Channels
+from pd_engine.kv.checksum import checksum
 from pd_engine.kv.codec import Codec, Part
 from pd_engine.kv.memory import KvMemory
 from pd_engine.transfer import AbortHead, PushHead, TransferId, Verdict
@@ -208,7 +209,7 @@ class _Carrier:
             self._id,
             r,
             sum(len(piece) for piece in slices),
-            tcp.checksum(slices),
+            checksum(slices),
             quantization=quantization,
         )
         await channel.push(head, job.block_ids, slices)

@@ -15,20 +15,16 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
-
-import xxhash
+from collections.abc import Callable, Sequence
 
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
+from pd_engine.kv.checksum import checksum_of, copy
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.transport import Unreachable
 from pd_engine.transfer import PushHead
 
 _MARK = b"\0"  # one byte, to carry the descriptor
-_PIECE_BYTES = 256 * 1024
-"""Copied, then hashed while it is still in the core's cache."""
-_PAUSE_BYTES = 1 << 20
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _UCRED = struct.Struct("3i")
 
@@ -129,39 +125,14 @@ class ShmTaker:
             source = self._memory.slices(head.source_blocks, r.layer_start, r.layer_count)
         except IndexError as e:
             raise frames.FrameError(f"a push from where no pool is: {e}") from e
-        hasher = xxhash.xxh3_64()
-        for _ in copy(source, slices, hasher):
+        made = checksum_of(source, slices)
+        for _ in copy(source, slices, made):
             progress()
             await asyncio.sleep(0)  # others have their turn
-        return hasher.intdigest()
+        return made.intdigest()
 
     def close(self) -> None:
         self._memory = self._mapping = None
-
-
-def copy(
-    source: Sequence[memoryview], target: Sequence[memoryview], hasher: "xxhash.xxh3_64"
-) -> Iterator[None]:
-    """Bytes in order, whatever the pieces on both sides are, and through the hasher as the
-    target has them. Pauses now and then."""
-    pieces = iter(source)
-    left = memoryview(b"")
-    since = 0
-    for whole in target:
-        done = 0
-        while done < len(whole):
-            if not left:
-                left = next(pieces)
-            size = min(len(left), len(whole) - done, _PIECE_BYTES)
-            into = whole[done : done + size]
-            into[:] = left[:size]
-            hasher.update(into)
-            left = left[size:]
-            done += size
-            since += size
-            if since >= _PAUSE_BYTES:
-                since = 0
-                yield
 
 
 def _name(epoch: str) -> str:

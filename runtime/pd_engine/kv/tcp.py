@@ -12,10 +12,9 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import xxhash
-
 from pd_core.identity import Part
 from pd_core.kv import KvLayout
+from pd_engine.kv.checksum import checksum_of
 from pd_engine.kv.frames import PREFIX_BYTES, checked, encode_push, frame_length
 from pd_engine.kv.transport import Transport
 from pd_engine.transfer import PushHead
@@ -23,6 +22,10 @@ from pd_proto.tls import Certificates
 
 BATCH_BYTES = 64 * 1024
 """Slices below it go through one buffer of this size: a system call costs more than the copy."""
+
+_PIECE_BYTES = 1 << 20
+"""Of a large slice: received whole, then hashed while it is still in a cache."""
+_LARGE_BYTES = 64 * 1024
 
 
 class ConnectionEnded(Exception):
@@ -100,6 +103,28 @@ async def receive_exactly(sock: socket.socket, view: memoryview, *, within: bool
         if not got:
             raise ConnectionEnded(within or done > 0)
         done += got
+
+
+async def _receive_large(sock: socket.socket, view: memoryview) -> None:
+    """As `receive_exactly`, but the loop is only woken when all that is missing has come (or
+    nothing more comes, or the kernel's buffer is full): woken by every packet it was busy
+    with that, and the sender waited."""
+    if isinstance(sock, ssl.SSLSocket) or len(view) < _LARGE_BYTES:
+        return await receive_exactly(sock, view)
+    done = 0
+    try:
+        while done < len(view):
+            left = view[done:]
+            try:
+                got = sock.recv_into(left)
+            except (BlockingIOError, InterruptedError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, len(left))
+                got = await asyncio.get_running_loop().sock_recv_into(sock, left)
+            if not got:
+                raise ConnectionEnded(within=True)
+            done += got
+    finally:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 async def receive_some(sock: socket.socket, view: memoryview) -> int:
@@ -187,11 +212,14 @@ async def receive_payload(
     progress: Callable[[], None],
 ) -> int:
     """Fill the slices in order; returns xxh3_64 of all. `progress` is called a piece."""
-    hasher = xxhash.xxh3_64()
+    hasher = checksum_of(slices)
     for batch in batches(slices, len(scratch)):
         if len(batch) == 1:
-            await receive_exactly(sock, batch[0])
-            hasher.update(batch[0])
+            for start in range(0, len(batch[0]), _PIECE_BYTES):
+                piece = batch[0][start : start + _PIECE_BYTES]
+                await _receive_large(sock, piece)
+                hasher.update(piece)
+                progress()
         else:
             piece = scratch[: sum(len(s) for s in batch)]
             await receive_exactly(sock, piece)
@@ -200,7 +228,7 @@ async def receive_payload(
             for target in batch:
                 target[:] = piece[start : start + len(target)]
                 start += len(target)
-        progress()
+            progress()
     return hasher.intdigest()
 
 
@@ -216,13 +244,6 @@ async def send_payload(
             scratch[start : start + len(source)] = source
             start += len(source)
         await send_all(sock, scratch[:start])
-
-
-def checksum(slices: Sequence[memoryview]) -> int:
-    hasher = xxhash.xxh3_64()
-    for piece in slices:
-        hasher.update(piece)
-    return hasher.intdigest()
 
 
 def batches(slices: Sequence[memoryview], limit: int) -> list[list[memoryview]]:
