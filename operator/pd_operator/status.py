@@ -46,7 +46,7 @@ def status_of(
     pools = [_pool_ready(pool.role, pool.replicas, observed) for pool in desired.pools]
     router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
     conditions = [
-        _ready([*pools, router], plan, observed),
+        _ready([*pools, router], plan),
         _available(desired, observed),
         _progressing(plan, observed),
         _degraded(observed),
@@ -214,11 +214,12 @@ def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
     return None
 
 
-def _ready(parts: Sequence[_Condition], plan: Plan, observed: Observed) -> _Condition:
+def _ready(parts: Sequence[_Condition], plan: Plan) -> _Condition:
     for part in parts:
         if not part.status:
             return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
-    if rolling := _rolling_text(plan, observed):
+    # Routers roll by maxUnavailable 0: as many as there are to be serve all the time.
+    if rolling := _rolling_text(plan):
         return _Condition("Ready", False, "RollingOut", rolling)
     empty = [part.type for part in parts[:-1] if part.reason == "ScaledToZero"]
     if len(empty) == len(parts) - 1:
@@ -230,18 +231,21 @@ def _ready(parts: Sequence[_Condition], plan: Plan, observed: Observed) -> _Cond
 
 
 def _available(desired: Desired, observed: Observed) -> _Condition:
-    """Whether a request would find a router and a worker of each kind."""
+    """Whether a request would be answered: by a router, and a worker that decodes."""
     if not any(pod.serves for pod in observed.routers):
         return _Condition("Available", False, "NoRouter", "no router is ready")
-    for pool in desired.pools:
-        if not any(pod.serves for pod in _members(pool.role, observed)):
-            return _Condition("Available", False, "NoWorkers", f"no {pool.role} worker is ready")
-    return _Condition("Available", True, "Serving")
+    serving = {item.role for item in observed.sets if item.serving}
+    if not serving - {Role.PREFILL}:
+        role = Role.COLOCATED if desired.pool(Role.COLOCATED) else Role.DECODE
+        return _Condition("Available", False, "NoWorkers", f"no {role} worker is ready")
+    alone = desired.pool(Role.PREFILL) is not None and Role.PREFILL not in serving
+    text = "no prefill worker is ready: decode computes prompts itself" if alone else ""
+    return _Condition("Available", True, "Serving", text)
 
 
-def _rolling_text(plan: Plan, observed: Observed) -> str:
-    """Empty: everything is of its newest version."""
-    rolling = sorted(plan.rolling) + ["router"] * observed.routers_roll
+def _rolling_text(plan: Plan, *, routers: bool = False) -> str:
+    """Empty: everything is of its newest version; `routers`: these have another one."""
+    rolling = sorted(plan.rolling) + ["router"] * routers
     texts = []
     if rolling:
         texts.append(f"{' and '.join(rolling)} on the way to a new revision")
@@ -253,7 +257,7 @@ def _rolling_text(plan: Plan, observed: Observed) -> str:
 def _progressing(plan: Plan, observed: Observed) -> _Condition:
     if plan.blocked:
         return _Condition("Progressing", False, "RolloutBlocked", plan.blocked)
-    if rolling := _rolling_text(plan, observed):
+    if rolling := _rolling_text(plan, routers=observed.routers_roll):
         return _Condition("Progressing", True, "RollingOut", rolling)
     if plan.held:
         return _Condition("Progressing", False, "ScaleInHeld", plan.held)

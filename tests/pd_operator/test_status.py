@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pd_core.sketch import WindowSketch
-from pd_operator import api, rollout, status
+from pd_operator import api, notices, rollout, status
 from pd_operator.api import Cluster, Role
 from pd_operator.measured import Samples
 from pd_operator.observed import observe
@@ -112,6 +112,19 @@ def test_without_decode_it_is_not_ready() -> None:
     assert condition(status_of(none, running(rendered(none))), "Ready")[0] == "True"
 
 
+def test_it_is_available_as_long_as_requests_are_answered() -> None:
+    objects = running(rendered(cluster()))
+    made = status_of(cluster(), without(objects, "prefill"))
+    assert condition(made, "Available") == (
+        "True",
+        "Serving",
+        "no prefill worker is ready: decode computes prompts itself",
+    )
+    assert condition(made, "Ready")[:2] == ("False", "Starting")
+    made = status_of(cluster(), without(objects, "decode"))
+    assert condition(made, "Available")[1:] == ("NoWorkers", "no decode worker is ready")
+
+
 def test_a_colocated_pool_stands_in_both_columns() -> None:
     of = cluster(
         **{
@@ -172,7 +185,8 @@ def test_a_rollout_that_is_blocked_says_so() -> None:
 
 @pytest.mark.parametrize("terminating", [False, True])
 def test_routers_of_two_versions_are_a_rollout(terminating: bool) -> None:
-    """As long as the old one isn't on its way out: then the new one has taken its place."""
+    """As long as the old one isn't on its way out: then the new one has taken its place. As many
+    as there are to be serve all the time, so it stays ready."""
     wanted = rendered(cluster())
     objects = running(wanted)
     for number, (version, gone) in enumerate((("old", terminating), ("new", False))):
@@ -183,9 +197,11 @@ def test_routers_of_two_versions_are_a_rollout(terminating: bool) -> None:
     made = status_of(cluster(), objects)
     expected = ("False", "UpToDate") if terminating else ("True", "RollingOut")
     assert condition(made, "Progressing")[:2] == expected
-    assert condition(made, "Ready")[0] == str(terminating)
-    if not terminating:
-        assert condition(made, "Ready")[2] == "router on the way to a new revision"
+    assert condition(made, "Ready")[:2] == ("True", "AllReady")
+    before = status_of(cluster(), running(wanted))
+    told = [(one.reason, one.text, one.warning) for one in notices.of_change(before, made)]
+    rolls = ("RollingOut", "Progressing: router on the way to a new revision", False)
+    assert told == ([] if terminating else [rolls])
 
 
 def test_an_evicted_router_that_has_been_replaced_is_no_problem() -> None:
