@@ -157,13 +157,25 @@ class _Mark(NamedTuple):
     measured: str
 
 
+class _Looked(NamedTuple):
+    """Seconds until the next look; and the status, if it was all that there was to do, and
+    nothing else will be for `lasts_s` as long as nothing changes."""
+
+    again_s: float
+    told: Manifest | None = None
+    lasts_s: float = RESYNC_S
+
+
 @dataclass(frozen=True, slots=True)
 class _Calm:
     """A look that found nothing to do: the next one needn't look closer at the same things."""
 
     mark: _Mark
     at: datetime
-    again_s: float
+    look: _Looked
+
+    def holds(self, mark: _Mark | None, now: datetime) -> bool:
+        return self.mark == mark and (now - self.at).total_seconds() < self.look.lasts_s
 
 
 class Reconciler:
@@ -216,27 +228,25 @@ class Reconciler:
             return None
         mark, now = _mark(world, measured), self._clock()
         calm = self._calm.get(key)
-        if calm is not None and calm.mark == mark and (now - calm.at).total_seconds() < RESYNC_S:
-            return calm.again_s
-        again_s, told = await self._look_closely(key, world, world.document, measured)
+        if calm is not None and calm.holds(mark, now):
+            return calm.look.again_s
+        look = await self._look_closely(key, world, world.document, measured)
         self._calm.pop(key, None)
-        if mark is not None and told is not None:
-            mark = _mark_after(mark, await self._backend.observe(key), world.document, told)
+        if mark is not None and look.told is not None:
+            mark = _mark_after(mark, await self._backend.observe(key), world.document, look.told)
             if mark is not None:
-                self._calm[key] = _Calm(mark, now, again_s)
-        return again_s
+                self._calm[key] = _Calm(mark, now, look)
+        return look.again_s
 
     async def _look_closely(
         self, key: Key, world: World, document: Manifest, measured: Samples
-    ) -> tuple[float, Manifest | None]:
-        """Seconds until the next look; and the status, if it was all that there was to do, and
-        nothing else will be for as long as nothing changes."""
+    ) -> _Looked:
         try:
             cluster = api.parse(document)
             desired.check_supported(cluster, self._settings, world.absent)
         except api.InvalidCluster as error:
             await self._write_invalid(key, document, error)
-            return RESYNC_S, None
+            return _Looked(RESYNC_S)
         seen = observe(world.children)
         sizes = await self._decide(key, cluster, document, seen, measured)
         if sizes.written:
@@ -257,11 +267,13 @@ class Reconciler:
         await self._write_status(key, document, new)
         due_s = max(SOON_S, certified.due_s(self._clock()))
         again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
+        lasts_s = status.MISSING_S if status.lacks_pods(new, done.seen) else RESYNC_S
+        again_s = min(again_s, lasts_s)
         if unsaid_s:  # the watch tells nothing new of what we wrote ourselves
             again_s = min(again_s, unsaid_s)
         wrote = done.plan.operations or sizes.written or unsaid_s
         calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
-        return again_s, new if calm and due_s >= RESYNC_S else None
+        return _Looked(again_s, new if calm and due_s >= RESYNC_S else None, lasts_s)
 
     async def _certify(
         self, key: Key, cluster: Cluster, seen: Observed

@@ -1,7 +1,7 @@
 """PURE. What exists -> the object's status: conditions, counts, columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +21,9 @@ _ROLE_CONDITION = {
 
 
 MAX_MESSAGE = 1024
+MISSING_S = 30.0
+"""Pods that don't exist are made within moments. What is missing for longer won't come by
+itself: a quota or an admission refuses it, or its name is taken by a pod without our labels."""
 _NUMBERS = frozenset({"ttft", "tpot", "observed"})
 
 
@@ -43,13 +46,17 @@ def status_of(
 ) -> dict[str, Any]:
     """The status of an object. `now` is RFC 3339; a condition that didn't change keeps
     its time of transition from `previous`."""
-    pools = [_pool_ready(pool.role, pool.replicas, observed) for pool in desired.pools]
+    since = _unready_since(previous, now)
+    pools = [
+        _with_missing(_pool_ready(pool.role, pool.replicas, observed), pool.role, observed, since)
+        for pool in desired.pools
+    ]
     router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
     conditions = [
         _ready([*pools, router], plan),
         _available(desired, observed),
         _progressing(plan, observed),
-        _degraded(observed),
+        _degraded(observed, pools),
         *pools,
         router,
         _Condition("ScalingActive", False, "FixedReplicas"),
@@ -207,6 +214,38 @@ def _group_ready(kind: str, replicas: int, pods: Sequence[PodView]) -> _Conditio
     return _Condition(kind, False, reason, f"{message}; {text}")
 
 
+def lacks_pods(status: Mapping[str, Any], observed: Observed) -> bool:
+    """Whether the status will be another one in MISSING_S, without any event."""
+    return any(item.missing for item in observed.sets) and any(
+        one["type"] in _ROLE_CONDITION.values() and one["reason"] == "Starting"
+        for one in status["conditions"]
+    )
+
+
+def _unready_since(previous: Mapping[str, Any], now: str) -> dict[str, float]:
+    """For how many seconds conditions have been False."""
+    moment = datetime.fromisoformat(now)
+    return {
+        one["type"]: (moment - datetime.fromisoformat(one["lastTransitionTime"])).total_seconds()
+        for one in previous.get("conditions", ())
+        if one["status"] == "False"
+    }
+
+
+def _with_missing(
+    condition: _Condition, role: Role, observed: Observed, unready_s: Mapping[str, float]
+) -> _Condition:
+    """The condition of a pool that only seems to start: somebody keeps it from having pods."""
+    if condition.reason != "Starting" or unready_s.get(condition.type, 0.0) < MISSING_S:
+        return condition
+    for item in observed.pool_sets(role):
+        if item.missing:
+            text = f"there is no pod {item.missing[0]}; kubectl describe statefulset {item.name}"
+            message = f"{condition.message}; {text} says why"
+            return replace(condition, reason="PodMissing", message=message)
+    return condition
+
+
 def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
     for pod in pods:
         if pod.problem is not None and not pod.terminating:
@@ -266,12 +305,15 @@ def _progressing(plan: Plan, observed: Observed) -> _Condition:
     return _Condition("Progressing", False, "UpToDate")
 
 
-def _degraded(observed: Observed) -> _Condition:
+def _degraded(observed: Observed, pools: Sequence[_Condition]) -> _Condition:
     everyone = [*observed.routers, *(pod for item in observed.sets for pod in item.pods)]
     troubled = _first_problem(everyone)
-    if troubled is None:
-        return _Condition("Degraded", False, "NoProblem")
-    return _Condition("Degraded", True, *troubled)
+    if troubled is not None:
+        return _Condition("Degraded", True, *troubled)
+    for pool in pools:
+        if pool.reason == "PodMissing":
+            return _Condition("Degraded", True, pool.reason, f"{pool.type}: {pool.message}")
+    return _Condition("Degraded", False, "NoProblem")
 
 
 def _slo_met(cluster: Cluster, samples: Samples) -> _Condition:

@@ -322,6 +322,31 @@ def test_a_rollout_is_progress() -> None:
     assert condition(made, "Available")[0] == "True"
 
 
+def test_a_pod_that_nobody_makes() -> None:
+    """Such as after somebody took its labels: its name is taken, and it isn't the pool's."""
+    wanted = rendered(cluster())
+    objects = running(wanted)
+    name = pool_set(wanted, Role.DECODE)["metadata"]["name"]
+    orphan = pod(pool_set(wanted, Role.DECODE), 0)
+    orphan["metadata"]["labels"] = {}
+    objects = [*without(objects, "decode"), orphan]
+    before = status_of(cluster(), running(wanted))
+    first = status_of(cluster(), objects, previous=before, now=NOW)
+    assert condition(first, "DecodeReady") == ("False", "Starting", "0 of 1 ready")
+    assert status.lacks_pods(first, observe(objects))
+    soon = status_of(cluster(), objects, previous=first, now="2026-01-01T00:00:29Z")
+    assert condition(soon, "DecodeReady")[1] == "Starting"
+    then = status_of(cluster(), objects, previous=soon, now="2026-01-01T00:00:30Z")
+    text = f"0 of 1 ready; there is no pod {name}-0; kubectl describe statefulset {name} says why"
+    assert condition(then, "DecodeReady") == ("False", "PodMissing", text)
+    assert condition(then, "Degraded") == ("True", "PodMissing", f"DecodeReady: {text}")
+    assert condition(then, "Ready")[1] == "PodMissing"
+    told = notices.of_change(soon, then)
+    assert [(one.reason, one.warning) for one in told] == [("PodMissing", True)] * 2
+    assert not status.lacks_pods(then, observe(objects))
+    assert status_of(cluster(), objects, previous=then, now=LATER) == then
+
+
 def test_draining_pods_do_not_count() -> None:
     wanted = rendered(cluster())
     objects = without(running(wanted), "decode")
