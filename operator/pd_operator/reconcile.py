@@ -266,7 +266,8 @@ class Reconciler:
         new = conflicts.with_obstacles(new, obstacles, previous, now)
         await self._write_status(key, document, new)
         due_s = max(SOON_S, certified.due_s(self._clock()))
-        again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
+        look_s = self._look_again_s(cluster, done, measured)
+        again_s = min(look_s, RETRY_S if lacking else due_s)
         lasts_s = status.MISSING_S if status.lacks_pods(new, done.seen) else RESYNC_S
         again_s = min(again_s, lasts_s)
         if unsaid_s:  # the watch tells nothing new of what we wrote ourselves
@@ -444,7 +445,7 @@ class Reconciler:
         self._written_at[key] = now
         self._listener.notices(document, notices.of_change(old, new))
 
-    def _look_again_s(self, cluster: Cluster, done: _Done) -> float:
+    def _look_again_s(self, cluster: Cluster, done: _Done, measured: Samples) -> float:
         if done.obstacles or done.in_vain:
             return RETRY_S
         if done.plan.operations:
@@ -452,7 +453,9 @@ class Reconciler:
         again_s = done.plan.again_s or RESYNC_S
         if not _addresses(done.seen):
             return min(again_s, RESYNC_S)
-        asked = cluster.slo.ttft or cluster.slo.tpot or is_scaled(cluster)
+        unsure = measured.locked or (measured.locked is None and measured.silent)
+        waits = cluster.router.api_keys and unsure
+        asked = cluster.slo.ttft or cluster.slo.tpot or is_scaled(cluster) or waits
         return min(again_s, self._pace.sample_s if asked else self._pace.glance_s)
 
 
@@ -461,7 +464,7 @@ def _mark(world: World, measured: Samples) -> _Mark | None:
     if world.mark is None:
         return None
     shown = [sorted(one.items()) for one in (measured.ttft, measured.tpot, measured.own_ttft)]
-    return _Mark(world.mark, world.absent, str(shown))
+    return _Mark(world.mark, world.absent, f"{shown} {measured.locked}")
 
 
 def _mark_after(mark: _Mark, after: World, before: Manifest, told: Manifest) -> _Mark | None:

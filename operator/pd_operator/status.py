@@ -21,6 +21,7 @@ _ROLE_CONDITION = {
 
 
 MAX_MESSAGE = 1024
+NO_KEYS = "NoAPIKeys"
 MISSING_S = 30.0
 """Pods that don't exist are made within moments. What is missing for longer won't come by
 itself: a quota or an admission refuses it, or its name is taken by a pod without our labels."""
@@ -47,14 +48,15 @@ def status_of(
     """The status of an object. `now` is RFC 3339; a condition that didn't change keeps
     its time of transition from `previous`."""
     since = _unready_since(previous, now)
+    locked = _locked(cluster, samples, previous)
     pools = [
         _with_missing(_pool_ready(pool.role, pool.replicas, observed), pool.role, observed, since)
         for pool in desired.pools
     ]
     router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
     conditions = [
-        _ready([*pools, router], plan),
-        _available(desired, observed),
+        _ready([*pools, router], plan, locked),
+        _available(desired, observed, locked),
         _progressing(plan, observed),
         _degraded(observed, pools),
         *pools,
@@ -253,10 +255,27 @@ def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
     return None
 
 
-def _ready(parts: Sequence[_Condition], plan: Plan) -> _Condition:
+def _locked(cluster: Cluster, samples: Samples, previous: Mapping[str, Any]) -> str:
+    """What is wrong with the clients' keys, as routers tell; "" where all is well. While none
+    tells, it is as it was."""
+    secret, locked = cluster.router.api_keys, samples.locked
+    if locked is None:
+        locked = any(one["reason"] == NO_KEYS for one in previous.get("conditions", ()))
+    if not (secret and locked):
+        return ""
+    return (
+        f"all requests get 401: Secret {secret} of this namespace is missing or has no key; write"
+        f" an entry for each client: kubectl create secret generic {secret} -n {cluster.namespace}"
+        " --from-literal=CLIENT=KEY"
+    )
+
+
+def _ready(parts: Sequence[_Condition], plan: Plan, locked: str) -> _Condition:
     for part in parts:
         if not part.status:
             return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
+    if locked:
+        return _Condition("Ready", False, NO_KEYS, locked)
     # Routers roll by maxUnavailable 0: as many as there are to be serve all the time.
     if rolling := _rolling_text(plan):
         return _Condition("Ready", False, "RollingOut", rolling)
@@ -269,10 +288,12 @@ def _ready(parts: Sequence[_Condition], plan: Plan) -> _Condition:
     return _Condition("Ready", True, "AllReady")
 
 
-def _available(desired: Desired, observed: Observed) -> _Condition:
+def _available(desired: Desired, observed: Observed, locked: str) -> _Condition:
     """Whether a request would be answered: by a router, and a worker that decodes."""
     if not any(pod.serves for pod in observed.routers):
         return _Condition("Available", False, "NoRouter", "no router is ready")
+    if locked:
+        return _Condition("Available", False, NO_KEYS, locked)
     serving = {item.role for item in observed.sets if item.serving}
     if not serving - {Role.PREFILL}:
         role = Role.COLOCATED if desired.pool(Role.COLOCATED) else Role.DECODE

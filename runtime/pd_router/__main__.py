@@ -74,7 +74,10 @@ async def _run(settings: Settings) -> None:
         )
         client = HttpServer(app, *http_sockets)
         page = LivePage(app) if settings.live_page and member is None else None
-        pages = AdminApp(settings.router_name, workers, metrics, journal, sessions.queued, page)
+        pages = AdminApp(
+            settings.router_name, workers, metrics, journal, sessions.queued, page,
+            clients=lambda: None if keyring is None else keyring.clients,
+        )  # fmt: skip
         admin = HttpServer(pages, *admin_sockets)
         await closing.enter_async_context(admin.serving())
         await closing.enter_async_context(client.serving())

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from pd_operator.api import Cluster, parse
 from pd_operator.keys import Key
-from pd_operator.measured import Samples
+from pd_operator.measured import Counters, RouterReading, Samples
 from pd_operator.observed import Ref, observe
-from pd_operator.podparts import Manifest
+from pd_operator.podparts import Manifest, Settings
 from pd_operator.reconcile import RESYNC_S, UNSAID_S, Pace, Reconciler, World
 from pd_operator.replicas import MARK, Write, pool_statuses
 from pd_operator.status import MISSING_S
@@ -31,10 +32,10 @@ class Backend:
     writes: list[str] = field(default_factory=list)
     fails: bool = False
 
-    def settle(self) -> None:
+    def settle(self, of: Cluster | None = None, settings: Settings = SETTINGS) -> None:
         """All that is desired is there and ready, and what PDPools say is right."""
-        of = cluster()
-        for item in running(rendered(of)):
+        of = of or cluster()
+        for item in running(rendered(of, settings)):
             if item["kind"] == "PDPool":
                 annotations = {**item["metadata"]["annotations"], MARK: "1"}
                 item = {**item, "metadata": {**item["metadata"], "annotations": annotations}}
@@ -142,6 +143,30 @@ def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
     assert backend.writes == ["status"]
     assert ready(body) == "True"
     assert asked == ["10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("told", "again_s"),
+    [
+        (Samples(routers=(RouterReading("r", 0, 1, Counters(), clients=0),)), Pace().sample_s),
+        (Samples(routers=(RouterReading("r", 0, 1, Counters(), clients=1),)), Pace().glance_s),
+        (Samples(silent=1), Pace().sample_s),
+    ],
+)
+def test_routers_that_let_nobody_in_are_asked_again_soon(
+    run, told: Samples, again_s: float
+) -> None:
+    async def read_samples(routers: Iterable[str]) -> Samples:
+        del routers
+        return told
+
+    kubernetes = Settings(host_paths=False)
+    body = document(**{"spec.security.apiKeys": {"secret": "chat-keys"}})
+    backend = Backend(body)
+    backend.settle(parse(body), kubernetes)
+    made = Reconciler(backend, kubernetes, read_samples=read_samples, clock=lambda: NOW)
+    assert run(made.reconcile(KEY)) == again_s
+    assert ready(body) == str(told.locked is not True)
 
 
 def test_an_edit_of_the_replicas_says_so_before_anything_follows(run) -> None:

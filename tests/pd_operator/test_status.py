@@ -10,10 +10,19 @@ import pytest
 from pd_core.sketch import WindowSketch
 from pd_operator import api, notices, rollout, status
 from pd_operator.api import Cluster, Role
-from pd_operator.measured import Samples
+from pd_operator.measured import Counters, RouterReading, Samples
 from pd_operator.observed import observe
-from pd_operator.podparts import Manifest
-from tests.pd_operator.objects import cluster, document, pod, pool_set, rendered, routers, running
+from pd_operator.podparts import Manifest, Settings
+from tests.pd_operator.objects import (
+    SETTINGS,
+    cluster,
+    document,
+    pod,
+    pool_set,
+    rendered,
+    routers,
+    running,
+)
 
 NOW = "2026-01-01T00:00:00Z"
 LATER = "2026-01-01T00:01:00Z"
@@ -26,8 +35,9 @@ def status_of(
     samples: Samples | None = None,
     previous: dict[str, Any] | None = None,
     now: str = NOW,
+    settings: Settings = SETTINGS,
 ) -> dict[str, Any]:
-    wanted, seen = rendered(of), observe(objects)
+    wanted, seen = rendered(of, settings), observe(objects)
     plan = rollout.plan(wanted, seen)
     return status.status_of(of, wanted, seen, plan, samples or Samples(), previous or {}, now)
 
@@ -345,6 +355,32 @@ def test_a_pod_that_nobody_makes() -> None:
     assert [(one.reason, one.warning) for one in told] == [("PodMissing", True)] * 2
     assert not status.lacks_pods(then, observe(objects))
     assert status_of(cluster(), objects, previous=then, now=LATER) == then
+
+
+def test_routers_that_let_nobody_in() -> None:
+    """They alone read the Secret: the operator has no right to it."""
+
+    of = cluster(**{"spec.security.apiKeys": {"secret": "chat-keys"}})
+    kubernetes = Settings(host_paths=False)
+    objects = running(rendered(of, kubernetes))
+
+    def told(clients: float | None, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+        router = RouterReading("r", 0.0, 1.0, Counters(), clients=clients)
+        samples = Samples(silent=1) if previous else Samples(routers=(router,))
+        return status_of(of, objects, samples=samples, previous=previous, settings=kubernetes)
+
+    made = told(0)
+    text = (
+        "all requests get 401: Secret chat-keys of this namespace is missing or has no key; write"
+        " an entry for each client: kubectl create secret generic chat-keys -n default"
+        " --from-literal=CLIENT=KEY"
+    )
+    assert condition(made, "Ready") == condition(made, "Available") == ("False", "NoAPIKeys", text)
+    [event] = notices.of_change(told(1), made)
+    assert (event.reason, event.warning) == ("NoAPIKeys", True)
+    assert condition(told(0, previous=made), "Ready")[1] == "NoAPIKeys"  # none answers
+    for clients in (1, None):
+        assert condition(told(clients), "Ready")[0] == "True"
 
 
 def test_draining_pods_do_not_count() -> None:
