@@ -90,6 +90,11 @@ class Observed:
         """There are routers of two versions."""
         return len({pod.template for pod in self.routers if not pod.terminating}) > 1
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Pods of all pools that there are to be and aren't."""
+        return tuple(name for item in self.sets for name in item.missing)
+
     def pool_sets(self, role: Role) -> tuple[SetView, ...]:
         return tuple(item for item in self.sets if item.role is role)
 

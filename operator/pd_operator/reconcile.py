@@ -47,6 +47,9 @@ SOON_S = 1.0
 """When to go on with what MAX_ROUNDS didn't end."""
 UNSAID_S = 0.25
 """When to say what a look has left unsaid, if nothing happens before."""
+MISSING_S = 30.0
+"""Pods are made within moments. One that is missing for longer won't come by itself: a quota or
+an admission refuses it, or its name is taken by a pod without our labels."""
 RENDERED = 64
 """Renderings that are kept, for objects that are looked at again soon."""
 MAX_ROUNDS = 3
@@ -208,6 +211,7 @@ class Reconciler:
         self._calm: dict[Key, _Calm] = {}
         self._told: dict[Key, dict[Role, str]] = {}
         self._unsaid: set[Key] = set()
+        self._missing: dict[Key, dict[str, datetime]] = {}
         self._rendered: dict[tuple[object, ...], Desired] = {}
 
     def forget(self, key: Key) -> None:
@@ -216,6 +220,7 @@ class Reconciler:
         self._calm.pop(key, None)
         self._told.pop(key, None)
         self._unsaid.discard(key)
+        self._missing.pop(key, None)
         self._scaler.forget(key)
         self._certifier.forget(key)
 
@@ -259,7 +264,8 @@ class Reconciler:
         done = await self._carry_out(key, wanted, seen)
         unsaid_s = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
-        new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
+        lost = self._lost(key, done.seen)
+        new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now, lost)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
         not_issued = certmanager.not_issued(cluster, done.seen.objects)
         obstacles = [*lacking, *done.obstacles, *not_issued]
@@ -268,13 +274,21 @@ class Reconciler:
         due_s = max(SOON_S, certified.due_s(self._clock()))
         look_s = self._look_again_s(cluster, done, measured)
         again_s = min(look_s, RETRY_S if lacking else due_s)
-        lasts_s = status.MISSING_S if status.lacks_pods(new, done.seen) else RESYNC_S
+        lasts_s = MISSING_S if len(done.seen.missing) > len(lost) else RESYNC_S
         again_s = min(again_s, lasts_s)
         if unsaid_s:  # the watch tells nothing new of what we wrote ourselves
             again_s = min(again_s, unsaid_s)
         wrote = done.plan.operations or sizes.written or unsaid_s
         calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
         return _Looked(again_s, new if calm and due_s >= RESYNC_S else None, lasts_s)
+
+    def _lost(self, key: Key, seen: Observed) -> list[str]:
+        """Pods that have been missing for too long."""
+        before, now = self._missing.pop(key, {}), self._clock()
+        since = {name: before.get(name, now) for name in seen.missing}
+        if since:
+            self._missing[key] = since
+        return [name for name, at in since.items() if (now - at).total_seconds() >= MISSING_S]
 
     async def _certify(
         self, key: Key, cluster: Cluster, seen: Observed

@@ -1,6 +1,6 @@
 """PURE. What exists -> the object's status: conditions, counts, columns."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -22,9 +22,6 @@ _ROLE_CONDITION = {
 
 MAX_MESSAGE = 1024
 NO_KEYS = "NoAPIKeys"
-MISSING_S = 30.0
-"""Pods that don't exist are made within moments. What is missing for longer won't come by
-itself: a quota or an admission refuses it, or its name is taken by a pod without our labels."""
 _NUMBERS = frozenset({"ttft", "tpot", "observed"})
 
 
@@ -44,13 +41,13 @@ def status_of(
     samples: Samples,
     previous: Mapping[str, Any],
     now: str,
+    lost: Collection[str] = (),
 ) -> dict[str, Any]:
     """The status of an object. `now` is RFC 3339; a condition that didn't change keeps
-    its time of transition from `previous`."""
-    since = _unready_since(previous, now)
+    its time of transition from `previous`. `lost`: pods that have been missing for too long."""
     locked = _locked(cluster, samples, previous)
     pools = [
-        _with_missing(_pool_ready(pool.role, pool.replicas, observed), pool.role, observed, since)
+        _with_lost(_pool_ready(pool.role, pool.replicas, observed), pool.role, observed, lost)
         for pool in desired.pools
     ]
     router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
@@ -216,35 +213,19 @@ def _group_ready(kind: str, replicas: int, pods: Sequence[PodView]) -> _Conditio
     return _Condition(kind, False, reason, f"{message}; {text}")
 
 
-def lacks_pods(status: Mapping[str, Any], observed: Observed) -> bool:
-    """Whether the status will be another one in MISSING_S, without any event."""
-    return any(item.missing for item in observed.sets) and any(
-        one["type"] in _ROLE_CONDITION.values() and one["reason"] == "Starting"
-        for one in status["conditions"]
-    )
-
-
-def _unready_since(previous: Mapping[str, Any], now: str) -> dict[str, float]:
-    """For how many seconds conditions have been False."""
-    moment = datetime.fromisoformat(now)
-    return {
-        one["type"]: (moment - datetime.fromisoformat(one["lastTransitionTime"])).total_seconds()
-        for one in previous.get("conditions", ())
-        if one["status"] == "False"
-    }
-
-
-def _with_missing(
-    condition: _Condition, role: Role, observed: Observed, unready_s: Mapping[str, float]
+def _with_lost(
+    condition: _Condition, role: Role, observed: Observed, lost: Collection[str]
 ) -> _Condition:
-    """The condition of a pool that only seems to start: somebody keeps it from having pods."""
-    if condition.reason != "Starting" or unready_s.get(condition.type, 0.0) < MISSING_S:
+    """The condition of a pool that only seems to start: something keeps it from having pods."""
+    if condition.reason != "Starting":
         return condition
     for item in observed.pool_sets(role):
-        if item.missing:
-            text = f"there is no pod {item.missing[0]}; kubectl describe statefulset {item.name}"
-            message = f"{condition.message}; {text} says why"
-            return replace(condition, reason="PodMissing", message=message)
+        for name in lost:
+            if name in item.missing:
+                text = f"there is no pod {name}; kubectl describe statefulset {item.name} says why"
+                return replace(
+                    condition, reason="PodMissing", message=f"{condition.message}; {text}"
+                )
     return condition
 
 

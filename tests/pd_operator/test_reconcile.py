@@ -14,9 +14,8 @@ from pd_operator.keys import Key
 from pd_operator.measured import Counters, RouterReading, Samples
 from pd_operator.observed import Ref, observe
 from pd_operator.podparts import Manifest, Settings
-from pd_operator.reconcile import RESYNC_S, UNSAID_S, Pace, Reconciler, World
+from pd_operator.reconcile import MISSING_S, RESYNC_S, UNSAID_S, Pace, Reconciler, World
 from pd_operator.replicas import MARK, Write, pool_statuses
-from pd_operator.status import MISSING_S
 from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
 
 KEY = Key("default", "chat")
