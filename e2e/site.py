@@ -147,17 +147,20 @@ class Site:
     def wait_ready(self, namespace: str, name: str, deadline_s: float = READY_DEADLINE_S) -> None:
         """Until `kubectl wait --for=condition=Ready` says so; else what one would look at."""
         try:
-            wait_for(f"{name} to be ready", lambda: self._ready(namespace, name), deadline_s)
+            wait_for(f"{name} to be ready", lambda: self.is_ready(namespace, name), deadline_s)
         except TimeoutError as error:
             raise ClusterError(f"{error}\n{self.describe(namespace)}") from None
         self.kubectl("wait", "pdc", name, "-n", namespace, "--for=condition=Ready")
 
-    def _ready(self, namespace: str, name: str) -> bool:
-        """For the object as it is now."""
+    def is_ready(self, namespace: str, name: str) -> bool:
+        """For the object as it is now, routers that are replaced included."""
         made = self.pdcluster(namespace, name)
-        ready = self.condition(namespace, name, "Ready")
-        generation = made["metadata"]["generation"]
-        return ready.get("status") == "True" and ready.get("observedGeneration") == generation
+        status = made.get("status", {})
+        found = {one["type"]: one for one in status.get("conditions", [])}
+        if status.get("observedGeneration") != made["metadata"]["generation"]:
+            return False
+        rolls = found["Progressing"]["reason"] == "RollingOut"
+        return bool(found["Ready"]["status"] == "True" and not rolls)
 
     def describe(self, namespace: str) -> str:
         """What one would look at: objects, pods, events."""

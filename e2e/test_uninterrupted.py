@@ -43,13 +43,8 @@ def undisturbed(site: Site, namespace: str, questions: list[Question]) -> Iterat
 
 
 def settled(site: Site, namespace: str) -> bool:
-    made = site.pdcluster(namespace, NAME)
-    ready = site.condition(namespace, NAME, "Ready")
-    return (
-        ready.get("status") == "True"
-        and ready.get("observedGeneration") == made["metadata"]["generation"]
-        and not any("deletionTimestamp" in pod["metadata"] for pod in site.pods(namespace))
-    )
+    going = any("deletionTimestamp" in pod["metadata"] for pod in site.pods(namespace))
+    return site.is_ready(namespace, NAME) and not going
 
 
 def edit(site: Site, namespace: str, change: Callable[[Manifest], None]) -> None:

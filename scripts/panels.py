@@ -128,6 +128,10 @@ USERS = Board(
                    (_rate(f"{_R}_prompt_tokens_total"), "prompt"),
                    (_rate(f"{_R}_cached_tokens_total"), "prompt, cached"),
                    (_rate(f"{_R}_completion_tokens_total"), "answer")),
+            _panel("Spans of traces", "ops",
+                   "Where spec.tracing is. Lost: the collector didn't take them within a while, or "
+                   "too many waited for it; the router's log says why.",
+                   (_rate(f"{_R}_trace_spans_total", "result"), "{{result}}")),
             _panel("Requests now", "short", "In the routers; held: before there is any worker.",
                    (f"sum({_R}_running_requests{{{OF}}})", "running"),
                    (f"sum({_R}_held_requests{{{OF}}})", "held")),

@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -54,17 +54,25 @@ class State:
 
 
 @contextmanager
-def alone(layout: Layout) -> Iterator[None]:
-    """One command at a time for a cluster."""
-    layout.folder.parent.mkdir(parents=True, exist_ok=True)
-    with (layout.folder.parent / f"{layout.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ClusterError(
-                f"another command works on cluster {layout.name!r}; wait for it"
-            ) from None
-        yield
+def alone(layout: Layout) -> Iterator[Path]:
+    """One command at a time for a cluster. Gives the file that says so, which whoever has it may
+    remove."""
+    file = layout.folder.parent / f"{layout.name}.lock"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        while True:
+            lock = stack.enter_context(file.open("w"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ClusterError(
+                    f"another command works on cluster {layout.name!r}; wait for it"
+                ) from None
+            # One that was removed since it was opened keeps nobody out.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(file.stat(), os.fstat(lock.fileno())):
+                    break
+        yield file
 
 
 def up(layout: Layout) -> None:
@@ -90,9 +98,10 @@ def up(layout: Layout) -> None:
 
 def down(layout: Layout) -> None:
     """Ends it, and removes all that it had."""
-    with alone(layout):
+    with alone(layout) as lock:
         state = State.read(layout)
         teardown.remove(layout, state.processes if state else {})
+        lock.unlink()
 
 
 def restart(layout: Layout, name: str) -> None:

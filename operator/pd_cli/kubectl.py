@@ -12,9 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import click
 
@@ -32,13 +32,18 @@ _SAME = ("estimate", "advise", "simulate", "validate")
 
 Access = Sequence[str]
 """kubectl's own flags: --context, --namespace, …"""
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 class Kubectl:
     """kubectl with the flags that the user gave."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access = ()) -> None:
         self._access = tuple(access)
+
+    def also(self, flag: str) -> "Kubectl":
+        """With one flag more. Of two values of a flag kubectl takes the last."""
+        return Kubectl([*self._access, flag])
 
     def run(self, *arguments: str) -> str:
         """Its output. ClickException with its own words when it fails."""
@@ -134,22 +139,32 @@ class _Plugin(click.Group):
         return super().get_command(ctx, cmd_name)
 
 
+def _given(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value:
+        ctx.obj = ctx.ensure_object(Kubectl).also(f"--{parameter.name}={value}")
+
+
+def _with_access(command: _Command) -> _Command:
+    """kubectl's own flags, which it takes before the verb and after it."""
+    for names in (("--kubeconfig",), ("--context",), ("-n", "--namespace")):
+        command = click.option(*names, expose_value=False, callback=_given, help="As kubectl's.")(
+            command
+        )
+    return command
+
+
 @click.group(cls=_Plugin, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("-n", "--namespace", help="As kubectl's.")
-@click.option("--context", help="As kubectl's.")
-@click.option("--kubeconfig", help="As kubectl's.")
+@_with_access
 @click.version_option(package_name="pdcluster")
 @click.pass_context
-def main(
-    ctx: click.Context, namespace: str | None, context: str | None, kubeconfig: str | None
-) -> None:
+def main(ctx: click.Context) -> None:
     """PDClusters on Kubernetes, through kubectl."""
-    given = {"--namespace": namespace, "--context": context, "--kubeconfig": kubeconfig}
-    ctx.obj = Kubectl([f"{flag}={value}" for flag, value in given.items() if value])
+    ctx.ensure_object(Kubectl)
 
 
 @main.command()
 @click.argument("name", required=False)
+@_with_access
 @click.pass_obj
 def status(kubectl: Kubectl, name: str | None) -> None:
     """Show PDClusters; of one, its conditions, pods and what happened last."""
@@ -171,6 +186,7 @@ def status(kubectl: Kubectl, name: str | None) -> None:
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Print once and end.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@_with_access
 @click.pass_obj
 def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> None:
     """Watch workers, latencies and recent requests of NAME until Ctrl-C."""
@@ -186,6 +202,7 @@ def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> N
 
 @main.command(name="open")
 @click.argument("name")
+@_with_access
 @click.pass_obj
 def open_page(kubectl: Kubectl, name: str) -> None:
     """Make the live page of NAME's router reachable from here until Ctrl-C."""
@@ -201,6 +218,7 @@ def open_page(kubectl: Kubectl, name: str) -> None:
 @click.option("--last", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="So many decisions of each pool.")  # fmt: skip
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@_with_access
 @click.pass_obj
 def explain(kubectl: Kubectl, name: str, last: int, output: str) -> None:
     """Say why the pools of NAME have the sizes that they have, from the operators' logs."""

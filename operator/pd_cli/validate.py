@@ -15,7 +15,8 @@ _BAD_FILE = 2
 def command(file: Path) -> None:
     """Check a PDCluster file. Exit code 2 when something is wrong with it.
 
-    What is right for Kubernetes is right here; that this machine can't run it is a note.
+    What is right for Kubernetes is right here; that this machine can't run it is a note, as is
+    what may not be meant.
     """
     from pd_cli import document, session
     from pd_operator import api
@@ -30,6 +31,8 @@ def command(file: Path) -> None:
             click.echo(f"{file}: {one}", err=True)
         sys.exit(_BAD_FILE)
     click.echo(f"{file}: PDCluster {cluster.name} is valid")
+    for one in api.doubts(cluster):
+        click.echo(f"{file}: note: {one}", err=True)
     try:
         session.check_here(cluster)
     except api.InvalidCluster as error:

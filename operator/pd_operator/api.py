@@ -120,6 +120,20 @@ def check_update(old: Cluster, new: Cluster) -> None:
         raise InvalidCluster(errors)
 
 
+def doubts(cluster: Cluster) -> list[FieldError]:
+    """What is taken, and may not be what is meant."""
+    longest = cluster.model.max_model_tokens
+    found = []
+    for pool in cluster.pools:
+        held = pool.engine.kv_cache_tokens
+        if held is None or longest <= held + 1:  # the last token needs no KV
+            continue
+        problem = f"is {held}, fewer than spec.model.maxModelLen ({longest}) has"
+        remedy = "requests that need more are refused; write as many, or a smaller maxModelLen"
+        found.append(FieldError(f"spec.{pool.role}.engine.kvCacheTokens", problem, remedy))
+    return found
+
+
 def _cluster(node: Node, errors: list[FieldError]) -> Cluster | None:
     if errors:
         return None

@@ -23,12 +23,20 @@ def router(cluster: Cluster, settings: Settings) -> list[Manifest]:
     name = router_name(cluster.name)
     client = owned(
         cluster, "v1", "Service", name, labels,
-        {"spec": {"selector": labels, "ports": service_ports({"http": HTTP_PORT})}},
+        {
+            "spec": {
+                # Said, so that it is ours: another one would be set back, not stay unnoticed.
+                "type": "ClusterIP",
+                "selector": labels,
+                "ports": service_ports({"http": HTTP_PORT}),
+            }
+        },
     )  # fmt: skip
     control = owned(
         cluster, "v1", "Service", control_name(cluster.name), labels,
         {
             "spec": {
+                "type": "ClusterIP",
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,
                 "selector": labels,
@@ -73,6 +81,7 @@ def pool_service(cluster: Cluster, role: Role, name: str, revision: str) -> Mani
         cluster, "v1", "Service", name, labels,
         {
             "spec": {
+                "type": "ClusterIP",
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,
                 "selector": labels,

@@ -107,16 +107,26 @@ class Lease:
                 )
 
     async def release(self) -> None:
-        """Gives it up at once, so that the next one needn't wait. Best effort."""
+        """Gives it up at once, so that the next one needn't wait. Best effort: `helm uninstall`
+        takes our rights away before it ends us."""
         if not self.holds():
             return
         self._over = True
-        body = self._body(holder="", duration_s=1)
         try:
-            await self._kube.replace(LEASE, body, timeout_s=self._leadership.terms.timeout_s)
+            try:
+                await self._give_back()
+            except apierrors.Conflict:  # by a renewal of ours that was cut off
+                await self._look()
+                if self.holder != self._leadership.identity:
+                    return
+                await self._give_back()
             log.info("lease given back %s/%s", self._namespace, self._name)
         except apierrors.ApiError as error:
             log.warning("lease not given back: %s", error)
+
+    async def _give_back(self) -> None:
+        body = self._body(holder="", duration_s=1)
+        await self._kube.replace(LEASE, body, timeout_s=self._leadership.terms.timeout_s)
 
     async def _try_take(self) -> bool:
         """One round: write where we may, else look. False: it isn't ours, or nobody knows."""

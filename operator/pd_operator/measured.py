@@ -41,7 +41,8 @@ _LATER = ("uncached_squared", "uncached_cubed", "prefill_s", "prefill_token_s")
 
 @dataclass(frozen=True, slots=True)
 class RouterReading:
-    """One router at one moment. `process` changes when it restarts."""
+    """One router at one moment. `process` changes when it restarts. `clients`: how many have an
+    API key; None where nobody needs one, or an older router doesn't tell."""
 
     process: str
     read_at: float
@@ -51,6 +52,7 @@ class RouterReading:
     queued_tokens: float = 0
     queued_sequences: float = 0
     held_requests: float = 0
+    clients: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,12 @@ class Samples:
 
     def tpot_s(self, percentile: float) -> float | None:
         return sketch.quantile(self.tpot, percentile / 100)
+
+    @property
+    def locked(self) -> bool | None:
+        """Whether nobody has a key to any router; None: no router tells."""
+        told = [one.clients for one in self.routers if one.clients is not None]
+        return not any(told) if told else None
 
     @property
     def read_at(self) -> float | None:
@@ -159,6 +167,7 @@ def _router(data: Mapping[str, Any], read_at: float) -> RouterReading:
         queued_tokens=_number(queued["tokens"]),
         queued_sequences=_number(queued["sequences"]),
         held_requests=_number(data["held_requests"]),
+        clients=None if data.get("clients") is None else _number(data["clients"]),
     )
 
 

@@ -66,6 +66,12 @@ class SetView:
     def serving(self) -> int:
         return sum(pod.serves for pod in self.pods)
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Pods that there are to be and aren't, not even on their way."""
+        there = {pod.ordinal for pod in self.pods}
+        return tuple(f"{self.name}-{n}" for n in range(self.replicas) if n not in there)
+
     def serving_below(self, ordinal: int) -> int:
         """Serving pods that a scale-in to so many replicas leaves."""
         return sum(pod.serves for pod in self.pods if pod.ordinal < ordinal)
@@ -83,6 +89,11 @@ class Observed:
     def routers_roll(self) -> bool:
         """There are routers of two versions."""
         return len({pod.template for pod in self.routers if not pod.terminating}) > 1
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Pods of all pools that there are to be and aren't."""
+        return tuple(name for item in self.sets for name in item.missing)
 
     def pool_sets(self, role: Role) -> tuple[SetView, ...]:
         return tuple(item for item in self.sets if item.role is role)

@@ -47,6 +47,9 @@ SOON_S = 1.0
 """When to go on with what MAX_ROUNDS didn't end."""
 UNSAID_S = 0.25
 """When to say what a look has left unsaid, if nothing happens before."""
+MISSING_S = 30.0
+"""Pods are made within moments. One that is missing for longer won't come by itself: a quota or
+an admission refuses it, or its name is taken by a pod without our labels."""
 RENDERED = 64
 """Renderings that are kept, for objects that are looked at again soon."""
 MAX_ROUNDS = 3
@@ -157,13 +160,25 @@ class _Mark(NamedTuple):
     measured: str
 
 
+class _Looked(NamedTuple):
+    """Seconds until the next look; and the status, if it was all that there was to do, and
+    nothing else will be for `lasts_s` as long as nothing changes."""
+
+    again_s: float
+    told: Manifest | None = None
+    lasts_s: float = RESYNC_S
+
+
 @dataclass(frozen=True, slots=True)
 class _Calm:
     """A look that found nothing to do: the next one needn't look closer at the same things."""
 
     mark: _Mark
     at: datetime
-    again_s: float
+    look: _Looked
+
+    def holds(self, mark: _Mark | None, now: datetime) -> bool:
+        return self.mark == mark and (now - self.at).total_seconds() < self.look.lasts_s
 
 
 class Reconciler:
@@ -196,6 +211,7 @@ class Reconciler:
         self._calm: dict[Key, _Calm] = {}
         self._told: dict[Key, dict[Role, str]] = {}
         self._unsaid: set[Key] = set()
+        self._missing: dict[Key, dict[str, datetime]] = {}
         self._rendered: dict[tuple[object, ...], Desired] = {}
 
     def forget(self, key: Key) -> None:
@@ -204,6 +220,7 @@ class Reconciler:
         self._calm.pop(key, None)
         self._told.pop(key, None)
         self._unsaid.discard(key)
+        self._missing.pop(key, None)
         self._scaler.forget(key)
         self._certifier.forget(key)
 
@@ -216,27 +233,25 @@ class Reconciler:
             return None
         mark, now = _mark(world, measured), self._clock()
         calm = self._calm.get(key)
-        if calm is not None and calm.mark == mark and (now - calm.at).total_seconds() < RESYNC_S:
-            return calm.again_s
-        again_s, told = await self._look_closely(key, world, world.document, measured)
+        if calm is not None and calm.holds(mark, now):
+            return calm.look.again_s
+        look = await self._look_closely(key, world, world.document, measured)
         self._calm.pop(key, None)
-        if mark is not None and told is not None:
-            mark = _mark_after(mark, await self._backend.observe(key), world.document, told)
+        if mark is not None and look.told is not None:
+            mark = _mark_after(mark, await self._backend.observe(key), world.document, look.told)
             if mark is not None:
-                self._calm[key] = _Calm(mark, now, again_s)
-        return again_s
+                self._calm[key] = _Calm(mark, now, look)
+        return look.again_s
 
     async def _look_closely(
         self, key: Key, world: World, document: Manifest, measured: Samples
-    ) -> tuple[float, Manifest | None]:
-        """Seconds until the next look; and the status, if it was all that there was to do, and
-        nothing else will be for as long as nothing changes."""
+    ) -> _Looked:
         try:
             cluster = api.parse(document)
             desired.check_supported(cluster, self._settings, world.absent)
         except api.InvalidCluster as error:
             await self._write_invalid(key, document, error)
-            return RESYNC_S, None
+            return _Looked(RESYNC_S)
         seen = observe(world.children)
         sizes = await self._decide(key, cluster, document, seen, measured)
         if sizes.written:
@@ -249,19 +264,31 @@ class Reconciler:
         done = await self._carry_out(key, wanted, seen)
         unsaid_s = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
-        new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now)
+        lost = self._lost(key, done.seen)
+        new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now, lost)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
         not_issued = certmanager.not_issued(cluster, done.seen.objects)
         obstacles = [*lacking, *done.obstacles, *not_issued]
         new = conflicts.with_obstacles(new, obstacles, previous, now)
         await self._write_status(key, document, new)
         due_s = max(SOON_S, certified.due_s(self._clock()))
-        again_s = min(self._look_again_s(cluster, done), RETRY_S if lacking else due_s)
+        look_s = self._look_again_s(cluster, done, measured)
+        again_s = min(look_s, RETRY_S if lacking else due_s)
+        lasts_s = MISSING_S if len(done.seen.missing) > len(lost) else RESYNC_S
+        again_s = min(again_s, lasts_s)
         if unsaid_s:  # the watch tells nothing new of what we wrote ourselves
             again_s = min(again_s, unsaid_s)
         wrote = done.plan.operations or sizes.written or unsaid_s
         calm = not (wrote or done.plan.again_s or is_scaled(cluster) or lacking)
-        return again_s, new if calm and due_s >= RESYNC_S else None
+        return _Looked(again_s, new if calm and due_s >= RESYNC_S else None, lasts_s)
+
+    def _lost(self, key: Key, seen: Observed) -> list[str]:
+        """Pods that have been missing for too long."""
+        before, now = self._missing.pop(key, {}), self._clock()
+        since = {name: before.get(name, now) for name in seen.missing}
+        if since:
+            self._missing[key] = since
+        return [name for name, at in since.items() if (now - at).total_seconds() >= MISSING_S]
 
     async def _certify(
         self, key: Key, cluster: Cluster, seen: Observed
@@ -432,7 +459,7 @@ class Reconciler:
         self._written_at[key] = now
         self._listener.notices(document, notices.of_change(old, new))
 
-    def _look_again_s(self, cluster: Cluster, done: _Done) -> float:
+    def _look_again_s(self, cluster: Cluster, done: _Done, measured: Samples) -> float:
         if done.obstacles or done.in_vain:
             return RETRY_S
         if done.plan.operations:
@@ -440,7 +467,9 @@ class Reconciler:
         again_s = done.plan.again_s or RESYNC_S
         if not _addresses(done.seen):
             return min(again_s, RESYNC_S)
-        asked = cluster.slo.ttft or cluster.slo.tpot or is_scaled(cluster)
+        unsure = measured.locked or (measured.locked is None and measured.silent)
+        waits = cluster.router.api_keys and unsure
+        asked = cluster.slo.ttft or cluster.slo.tpot or is_scaled(cluster) or waits
         return min(again_s, self._pace.sample_s if asked else self._pace.glance_s)
 
 
@@ -449,7 +478,7 @@ def _mark(world: World, measured: Samples) -> _Mark | None:
     if world.mark is None:
         return None
     shown = [sorted(one.items()) for one in (measured.ttft, measured.tpot, measured.own_ttft)]
-    return _Mark(world.mark, world.absent, str(shown))
+    return _Mark(world.mark, world.absent, f"{shown} {measured.locked}")
 
 
 def _mark_after(mark: _Mark, after: World, before: Manifest, told: Manifest) -> _Mark | None:

@@ -1,7 +1,7 @@
 """PURE. What exists -> the object's status: conditions, counts, columns."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -21,6 +21,7 @@ _ROLE_CONDITION = {
 
 
 MAX_MESSAGE = 1024
+NO_KEYS = "NoAPIKeys"
 _NUMBERS = frozenset({"ttft", "tpot", "observed"})
 
 
@@ -40,16 +41,21 @@ def status_of(
     samples: Samples,
     previous: Mapping[str, Any],
     now: str,
+    lost: Collection[str] = (),
 ) -> dict[str, Any]:
     """The status of an object. `now` is RFC 3339; a condition that didn't change keeps
-    its time of transition from `previous`."""
-    pools = [_pool_ready(pool.role, pool.replicas, observed) for pool in desired.pools]
+    its time of transition from `previous`. `lost`: pods that have been missing for too long."""
+    locked = _locked(cluster, samples, previous)
+    pools = [
+        _with_lost(_pool_ready(pool.role, pool.replicas, observed), pool.role, observed, lost)
+        for pool in desired.pools
+    ]
     router = _group_ready("RouterReady", cluster.router.replicas, observed.routers)
     conditions = [
-        _ready([*pools, router], plan, observed),
-        _available(desired, observed),
+        _ready([*pools, router], plan, locked),
+        _available(desired, observed, locked),
         _progressing(plan, observed),
-        _degraded(observed),
+        _degraded(observed, pools),
         *pools,
         router,
         _Condition("ScalingActive", False, "FixedReplicas"),
@@ -207,6 +213,22 @@ def _group_ready(kind: str, replicas: int, pods: Sequence[PodView]) -> _Conditio
     return _Condition(kind, False, reason, f"{message}; {text}")
 
 
+def _with_lost(
+    condition: _Condition, role: Role, observed: Observed, lost: Collection[str]
+) -> _Condition:
+    """The condition of a pool that only seems to start: something keeps it from having pods."""
+    if condition.reason != "Starting":
+        return condition
+    for item in observed.pool_sets(role):
+        for name in lost:
+            if name in item.missing:
+                text = f"there is no pod {name}; kubectl describe statefulset {item.name} says why"
+                return replace(
+                    condition, reason="PodMissing", message=f"{condition.message}; {text}"
+                )
+    return condition
+
+
 def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
     for pod in pods:
         if pod.problem is not None and not pod.terminating:
@@ -214,11 +236,29 @@ def _first_problem(pods: Iterable[PodView]) -> tuple[str, str] | None:
     return None
 
 
-def _ready(parts: Sequence[_Condition], plan: Plan, observed: Observed) -> _Condition:
+def _locked(cluster: Cluster, samples: Samples, previous: Mapping[str, Any]) -> str:
+    """What is wrong with the clients' keys, as routers tell; "" where all is well. While none
+    tells, it is as it was."""
+    secret, locked = cluster.router.api_keys, samples.locked
+    if locked is None:
+        locked = any(one["reason"] == NO_KEYS for one in previous.get("conditions", ()))
+    if not (secret and locked):
+        return ""
+    return (
+        f"all requests get 401: Secret {secret} of this namespace is missing or has no key; write"
+        f" an entry for each client: kubectl create secret generic {secret} -n {cluster.namespace}"
+        " --from-literal=CLIENT=KEY"
+    )
+
+
+def _ready(parts: Sequence[_Condition], plan: Plan, locked: str) -> _Condition:
     for part in parts:
         if not part.status:
             return _Condition("Ready", False, part.reason, f"{part.type}: {part.message}")
-    if rolling := _rolling_text(plan, observed):
+    if locked:
+        return _Condition("Ready", False, NO_KEYS, locked)
+    # Routers roll by maxUnavailable 0: as many as there are to be serve all the time.
+    if rolling := _rolling_text(plan):
         return _Condition("Ready", False, "RollingOut", rolling)
     empty = [part.type for part in parts[:-1] if part.reason == "ScaledToZero"]
     if len(empty) == len(parts) - 1:
@@ -229,19 +269,24 @@ def _ready(parts: Sequence[_Condition], plan: Plan, observed: Observed) -> _Cond
     return _Condition("Ready", True, "AllReady")
 
 
-def _available(desired: Desired, observed: Observed) -> _Condition:
-    """Whether a request would find a router and a worker of each kind."""
+def _available(desired: Desired, observed: Observed, locked: str) -> _Condition:
+    """Whether a request would be answered: by a router, and a worker that decodes."""
     if not any(pod.serves for pod in observed.routers):
         return _Condition("Available", False, "NoRouter", "no router is ready")
-    for pool in desired.pools:
-        if not any(pod.serves for pod in _members(pool.role, observed)):
-            return _Condition("Available", False, "NoWorkers", f"no {pool.role} worker is ready")
-    return _Condition("Available", True, "Serving")
+    if locked:
+        return _Condition("Available", False, NO_KEYS, locked)
+    serving = {item.role for item in observed.sets if item.serving}
+    if not serving - {Role.PREFILL}:
+        role = Role.COLOCATED if desired.pool(Role.COLOCATED) else Role.DECODE
+        return _Condition("Available", False, "NoWorkers", f"no {role} worker is ready")
+    alone = desired.pool(Role.PREFILL) is not None and Role.PREFILL not in serving
+    text = "no prefill worker is ready: decode computes prompts itself" if alone else ""
+    return _Condition("Available", True, "Serving", text)
 
 
-def _rolling_text(plan: Plan, observed: Observed) -> str:
-    """Empty: everything is of its newest version."""
-    rolling = sorted(plan.rolling) + ["router"] * observed.routers_roll
+def _rolling_text(plan: Plan, *, routers: bool = False) -> str:
+    """Empty: everything is of its newest version; `routers`: these have another one."""
+    rolling = sorted(plan.rolling) + ["router"] * routers
     texts = []
     if rolling:
         texts.append(f"{' and '.join(rolling)} on the way to a new revision")
@@ -253,7 +298,7 @@ def _rolling_text(plan: Plan, observed: Observed) -> str:
 def _progressing(plan: Plan, observed: Observed) -> _Condition:
     if plan.blocked:
         return _Condition("Progressing", False, "RolloutBlocked", plan.blocked)
-    if rolling := _rolling_text(plan, observed):
+    if rolling := _rolling_text(plan, routers=observed.routers_roll):
         return _Condition("Progressing", True, "RollingOut", rolling)
     if plan.held:
         return _Condition("Progressing", False, "ScaleInHeld", plan.held)
@@ -262,12 +307,15 @@ def _progressing(plan: Plan, observed: Observed) -> _Condition:
     return _Condition("Progressing", False, "UpToDate")
 
 
-def _degraded(observed: Observed) -> _Condition:
+def _degraded(observed: Observed, pools: Sequence[_Condition]) -> _Condition:
     everyone = [*observed.routers, *(pod for item in observed.sets for pod in item.pods)]
     troubled = _first_problem(everyone)
-    if troubled is None:
-        return _Condition("Degraded", False, "NoProblem")
-    return _Condition("Degraded", True, *troubled)
+    if troubled is not None:
+        return _Condition("Degraded", True, *troubled)
+    for pool in pools:
+        if pool.reason == "PodMissing":
+            return _Condition("Degraded", True, pool.reason, f"{pool.type}: {pool.message}")
+    return _Condition("Degraded", False, "NoProblem")
 
 
 def _slo_met(cluster: Cluster, samples: Samples) -> _Condition:

@@ -27,6 +27,7 @@ from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import KvPlane, KvSettings
 from pd_engine.kv.shm import SharedMemory
 from pd_engine.kv.slots import DiskSlots, HostSlots, disk_slot_bytes
+from pd_engine.limits import short_of_kv
 from pd_engine.metrics import Metrics
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
@@ -83,6 +84,9 @@ def load(settings: Settings) -> Loaded:
         pool_memory=pool_memory if "shm" in kv_settings(settings).transports else None,
     )
     _check_locked_memory(settings, runner.kv_buffer.nbytes)
+    short = short_of_kv(runner.max_model_tokens, runner.num_blocks * settings.block_tokens)
+    if short:
+        log.warning("%s", short)
     runner.warmup()
     log.info(
         "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s

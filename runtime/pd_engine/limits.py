@@ -90,6 +90,17 @@ def token_limit(req: Request, cfg: SchedulerConfig, pool: BlockPool) -> int:
     return min(cfg.max_model_tokens, pool.tokens + 1)  # the last token needs no KV
 
 
+def short_of_kv(context_tokens: int, pool_tokens: int) -> str:
+    """What to say of a pool that can't hold the longest request; "" when it can."""
+    if context_tokens <= pool_tokens + 1:  # the last token needs no KV
+        return ""
+    return (
+        f"the KV cache holds {pool_tokens} tokens, fewer than the context of {context_tokens}:"
+        " requests that need more are refused; a larger kvCacheTokens or kvCacheFraction takes"
+        " them, a smaller maxModelLen says so to clients"
+    )
+
+
 def grant_reserve(seq: Sequence, cfg: SchedulerConfig, pool: BlockPool) -> int:
     """Blocks beside the prompt's for what an IMPORT will decode, as far as the pool has them.
 

@@ -59,7 +59,7 @@ async def _run(settings: Settings) -> None:
         admin_sockets = listen(settings.admin) if member is None else [inherited(member.admin_fd)]
         closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model)
-        journal = Journal(metrics, await closing.enter_async_context(_spans(settings)))
+        journal = Journal(metrics, await closing.enter_async_context(_spans(settings, metrics)))
         workers = Workers(_workers_config(settings), _certificates(settings))
         control_port = settings.control.port + (member.index if member else 0)
         await workers.start(settings.control.host, control_port)
@@ -74,7 +74,10 @@ async def _run(settings: Settings) -> None:
         )
         client = HttpServer(app, *http_sockets)
         page = LivePage(app) if settings.live_page and member is None else None
-        pages = AdminApp(settings.router_name, workers, metrics, journal, sessions.queued, page)
+        pages = AdminApp(
+            settings.router_name, workers, metrics, journal, sessions.queued, page,
+            clients=lambda: None if keyring is None else keyring.clients,
+        )  # fmt: skip
         admin = HttpServer(pages, *admin_sockets)
         await closing.enter_async_context(admin.serving())
         await closing.enter_async_context(client.serving())
@@ -119,7 +122,7 @@ def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Session
 
 
 @asynccontextmanager
-async def _spans(settings: Settings) -> AsyncIterator[Spans | None]:
+async def _spans(settings: Settings, metrics: Metrics) -> AsyncIterator[Spans | None]:
     """What makes requests' spans, if anything does."""
     if settings.trace_endpoint is None:
         yield None
@@ -127,8 +130,9 @@ async def _spans(settings: Settings) -> AsyncIterator[Spans | None]:
     from pd_router.tracing import Tracing  # an extra: it needn't be there
 
     made = Tracing(
-        settings.trace_endpoint, settings.trace_ratio, settings.model, settings.router_name
-    )
+        settings.trace_endpoint, settings.trace_ratio, settings.model, settings.router_name,
+        metrics.spans,
+    )  # fmt: skip
     try:
         yield made
     finally:

@@ -27,14 +27,17 @@ class AdminApp:
         journal: Journal,
         queued: Callable[[], Queued] = Queued,
         live_page: LivePage | None = None,
+        clients: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """`queued` tells what waits in admission at the moment."""
+        """`queued` tells what waits in admission at the moment; `clients` how many have an API
+        key, None where nobody needs one."""
         self._router = router
         self._workers = workers
         self._metrics = metrics
         self._journal = journal
         self._queued = queued
         self._live_page = live_page
+        self._clients = clients
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -64,7 +67,7 @@ class AdminApp:
         check_host(exchange)
         if exchange.path == "/sketches":
             signals = self._metrics.signals_json(self._queued(), self._workers.signals())
-            return {"router": self._router} | signals
+            return {"router": self._router, "clients": self._clients()} | signals
         if exchange.path == "/debug/workers":
             return {"workers": self._workers.snapshot()}
         if exchange.path == STATE:

@@ -52,6 +52,11 @@ class Keyring:
             await asyncio.sleep(LOOK_S)
             self.load()
 
+    @property
+    def clients(self) -> int:
+        """How many have a key. 0: all are refused."""
+        return len({*self._clients.values()})
+
     def client(self, authorization: bytes | None) -> str:
         """The client whose key it is; ApiError 401 when it's nobody's."""
         given = authorization or b""
@@ -74,7 +79,7 @@ class Keyring:
             self._told = lines
             for line in lines:
                 log.warning("%s", line)
-            log.info("api_keys=%d clients=%d", len(self._clients), len({*self._clients.values()}))
+            log.info("api_keys=%d clients=%d", len(self._clients), self.clients)
 
 
 def _read(folder: Path) -> tuple[dict[bytes, str], tuple[str, ...]]:

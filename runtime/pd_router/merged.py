@@ -81,6 +81,7 @@ def sketches(router: str, documents: Sequence[Document]) -> Document:
     merged = {
         "router": router,
         "model": first["model"],
+        "clients": first.get("clients"),  # each process follows the same folder
         "process": hashlib.sha256(names.encode()).hexdigest()[:32],
         "uptime_s": min(one["uptime_s"] for one in documents),
         "window_s": first["window_s"],

@@ -63,10 +63,17 @@ class Metrics:
         self._gateway_running = self._gateway("num_requests_running", "Sequences in decode")
         self._gateway_waiting = self._gateway("num_requests_waiting", "Requests that wait")
         self._gateway_kv = self._gateway("kv_cache_usage_perc", "KV in use on decode, 0 to 1")
+        self._spans = self._counter(
+            "trace_spans", "Spans of requests by what became of them", "result"
+        )
         self._held = self._gauge("held_requests", "Requests that wait for a first worker")
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()
+
+    def spans(self, result: str, count: int) -> None:
+        """So many were sent to the collector, or lost (tracing.Told)."""
+        self._spans.labels(self.model, result).inc(count)
 
     def gateway(self, workers: Sequence[dict[str, Any]], queued: Queued) -> None:
         """What inference gateways read, under the names that they know: of all usable

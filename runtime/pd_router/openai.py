@@ -231,11 +231,11 @@ def parse_completion(body: bytes) -> Ask:
     """ApiError where the body isn't a completion request that we can serve."""
     request = decode_strictly(_completion_decoder, body)
     _refuse_unsupported(request)
-    prompts = _prompts(request.prompt)
-    if len(prompts) * (request.n or 1) > MAX_SEQUENCES:
-        sequences = f"{len(prompts)} prompts with {request.n} choices each"
+    prompts, choices = _prompts(request.prompt), _choices(request.n)
+    if len(prompts) * choices > MAX_SEQUENCES:
+        sequences = f"{len(prompts)} prompts with {choices} choices each"
         raise invalid("n", f"{sequences}: at most {MAX_SEQUENCES} choices are made in all.")
-    if request.best_of is not None and request.best_of != (request.n or 1):
+    if request.best_of is not None and request.best_of != choices:
         raise unsupported("best_of", "only the value of 'n' is")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
     return _ask(
@@ -260,9 +260,7 @@ def _ask(
     tools: tuple[Tool, ...] = (),
     one_call: bool = False,
 ) -> Ask:
-    choices = request.n or 1
-    if choices > MAX_CHOICES:
-        raise invalid("n", f"'n' is {choices}, at most {MAX_CHOICES} choices are made here.")
+    choices = _choices(request.n)
     options = request.stream_options
     if options is not None and not request.stream:
         raise invalid("stream_options", "'stream_options' needs 'stream': true.")
@@ -386,6 +384,14 @@ def _refuse_unsupported(request: Struct) -> None:
             type(value) is type(one) and value == one for one in harmless
         ):
             raise unsupported(name)
+
+
+def _choices(asked: int | None) -> int:
+    """For each prompt."""
+    choices = asked or 1
+    if choices > MAX_CHOICES:
+        raise invalid("n", f"'n' is too large: at most {MAX_CHOICES} choices are made of a prompt.")
+    return choices
 
 
 def _one_limit(old: int | None, new: int | None) -> int | None:

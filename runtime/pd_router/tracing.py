@@ -7,15 +7,18 @@ what workers did carry services of their own (docs/adr/0012).
 
 import asyncio
 import logging
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -34,11 +37,79 @@ _TALKATIVE = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.trace
 """Loggers that write down what clients sent, with a warning for each request."""
 _MOST_TRACESTATE = 512  # bytes: W3C wants no more to be passed on
 _NANOSECONDS = 1_000_000_000
+_MOST_WAITING = 2048  # as OpenTelemetry has it
+SENT, LOST = "sent", "lost"
+
+Told = Callable[[str, int], None]
+"""Hears how many spans were SENT or LOST, from any thread."""
+
+
+class _Exporter(SpanExporter):
+    """Tells what became of spans."""
+
+    def __init__(self, exporter: SpanExporter, taken: Callable[[int], None], told: Told) -> None:
+        self._exporter, self._taken, self._told = exporter, taken, told
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._taken(len(spans))
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            self._told(SENT if result is SpanExportResult.SUCCESS else LOST, len(spans))
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+class Counted(SpanProcessor):
+    """Counts what becomes of spans. No more wait than the queue before the exporter holds: it
+    would drop others for them, and tell nobody how many."""
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        told: Told,
+        processor: Callable[[SpanExporter], SpanProcessor] = BatchSpanProcessor,
+    ) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._most = _most_waiting()
+        self._processor = processor(_Exporter(exporter, self._taken, told))
+        for result in (SENT, LOST):
+            told(result, 0)
+
+    def _taken(self, spans: int) -> None:
+        with self._lock:
+            self._waiting -= spans
+
+    def on_end(self, span: ReadableSpan) -> None:
+        with self._lock:
+            is_full = self._waiting >= self._most
+            self._waiting += not is_full
+        if is_full:
+            self._told(LOST, 1)
+        else:
+            self._processor.on_end(span)
+
+    def shutdown(self) -> None:
+        self._processor.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._processor.force_flush(timeout_millis)
+
+
+def _most_waiting() -> int:
+    with suppress(ValueError):
+        return int(os.environ.get(OTEL_BSP_MAX_QUEUE_SIZE, _MOST_WAITING))
+    return _MOST_WAITING
 
 
 class Tracing:
     """Records requests that are over. What the collector doesn't take is dropped after a
-    while, and the log says so: no request waits for it, and what waits is bounded."""
+    while, counted, and the log says so: no request waits for it, and what waits is bounded."""
 
     def __init__(
         self,
@@ -46,9 +117,9 @@ class Tracing:
         ratio: float,
         model: str,
         router: str,
-        processor: Callable[[str], SpanProcessor] = lambda url: BatchSpanProcessor(
-            OTLPSpanExporter(url)
-        ),
+        told: Told = lambda *_: None,
+        exporter: Callable[[str], SpanExporter] = OTLPSpanExporter,
+        processor: Callable[[SpanExporter], SpanProcessor] = BatchSpanProcessor,
     ) -> None:
         """`endpoint`: as OTEL_EXPORTER_OTLP_ENDPOINT has it, or with its path. `ratio`: of the
         requests whose client hasn't decided. `model`: that is served; `router`: which one this
@@ -56,7 +127,8 @@ class Tracing:
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
         self._model = model
-        self._processor = processor(f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}")
+        url = f"{endpoint.rstrip('/').removesuffix(_PATH)}{_PATH}"
+        self._processor = Counted(exporter(url), told, processor)
         base = Resource.create({"service.instance.id": router, **_version()})
         name = str(base.attributes["service.name"])
         if name.startswith("unknown_service"):

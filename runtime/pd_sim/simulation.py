@@ -92,6 +92,7 @@ class Simulation:
     def run(self) -> Result:
         loop, end_s = self.loop, self.trace.seconds
         loop.run(0.0)
+        self._note(0.0)
         for fault in self.plan.faults:
             loop.at(fault.at_s, self._fail, fault)
         loop.at(self.scaler.period_s, self._scale)

@@ -126,11 +126,16 @@ def test_what_others_add_stays_and_what_they_change_comes_back(api: Api, namespa
     api.patch("networking.k8s.io/v1", "NetworkPolicy", "chat-workers", policy, namespace)
     budget = {"spec": {"maxUnavailable": 0}}
     api.patch("policy/v1", "PodDisruptionBudget", "chat-decode", budget, namespace)
+    api.patch("v1", "Service", "chat-router", {"spec": {"type": "NodePort"}}, namespace)
 
     found = rollout.plan(wanted, observe(seen(api, wanted))).operations
 
     names = [(one.ref.kind, one.ref.name) for one in found if isinstance(one, Apply)]
-    assert names == [("NetworkPolicy", "chat-workers"), ("PodDisruptionBudget", "chat-decode")]
+    assert sorted(names) == [
+        ("NetworkPolicy", "chat-workers"),
+        ("PodDisruptionBudget", "chat-decode"),
+        ("Service", "chat-router"),
+    ]
     for one in found:
         assert isinstance(one, Apply)
         api.apply(one.manifest, namespace, manager="pdcluster-operator")

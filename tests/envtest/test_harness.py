@@ -2,6 +2,7 @@
 requests, fails when told to, and is gone when its tests are, however they ended.
 """
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,16 +10,18 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import urllib3
 import yaml
 
-from e2e.cluster import envtest
+from e2e.cluster import cluster, envtest, layout, teardown
 from e2e.cluster.api import Api, ApiError, Manifest, install_crds, wait_for
 from e2e.cluster.audit import Audit
 from e2e.cluster.envtest import ApiServer, EnvTest, Kube
 from e2e.cluster.errors import ClusterError
+from e2e.cluster.layout import Layout
 from e2e.cluster.process import Child
 
 WIDGETS = {
@@ -217,7 +220,7 @@ def test_nothing_is_left_when_the_tests_are_killed(own_kube: EnvTest, tmp_path: 
     """Another process starts one more API server and is killed: the kernel ends the server."""
     script = textwrap.dedent("""
         import os, pathlib, sys, time
-        from e2e.cluster import envtest
+        from e2e.cluster import cluster, envtest, layout, teardown
         with envtest.running() as own:
             pids = f"{own.apiserver.pid} {own._etcd.pid}"
             pathlib.Path(sys.argv[1]).write_text(pids)
@@ -252,3 +255,27 @@ def test_a_cluster_that_is_there_is_taken(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(ClusterError, match="needs KUBECONFIG to name one file"):
         envtest.existing()
+
+
+def test_the_end_of_a_cluster_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whoever waits at the one that is removed takes the next one, like everybody else."""
+    monkeypatch.setattr(layout, "FOLDERS", tmp_path)
+    monkeypatch.setattr(teardown, "remove", lambda *_: None)
+    cluster.down(Layout("gone"))
+    assert list(tmp_path.iterdir()) == []
+
+    lock, removed = fcntl.flock, []
+
+    def overtaken(*arguments: Any) -> None:
+        if not removed:
+            removed.append(True)
+            (tmp_path / "next.lock").unlink()
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", overtaken)
+    with cluster.alone(Layout("next")):
+        assert removed
+        with pytest.raises(ClusterError, match="another command works on cluster 'next'"):
+            cluster.down(Layout("next"))
+    cluster.down(Layout("next"))
+    assert list(tmp_path.iterdir()) == []

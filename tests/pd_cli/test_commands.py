@@ -69,6 +69,23 @@ def test_a_valid_file(tmp_path: Path) -> None:
     assert cli("validate", "-f", str(file)) == (0, f"{file}: PDCluster chat is valid\n")
 
 
+@pytest.mark.parametrize(("longest", "noted"), [(16385, False), (16386, True)])
+def test_a_pool_too_small_for_the_longest_request_is_noted(
+    tmp_path: Path, longest: int, noted: bool
+) -> None:
+    file = tmp_path / "chat.yaml"
+    file.write_text(yaml.safe_dump(document(**{"spec.model.maxModelLen": longest})))
+    code, said = cli("validate", "-f", str(file))
+    assert code == 0
+    for role in ("prefill", "decode"):
+        note = (
+            f"note: spec.{role}.engine.kvCacheTokens: is 16384, fewer than"
+            f" spec.model.maxModelLen ({longest}) has; requests that need more are refused;"
+            " write as many, or a smaller maxModelLen"
+        )
+        assert (note in said) is noted
+
+
 BAD_FILES = {
     "empty": (b"", ": is empty; write a PDCluster (see examples/quickstart.yaml)"),
     "comment": (b"# nothing\n---\n", ": is empty; write a PDCluster"),

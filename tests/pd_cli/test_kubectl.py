@@ -106,6 +106,27 @@ def test_status_of_all_is_kubectls(kubectl: Played) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "access"),
+    [
+        ("status -n team", "--namespace=team"),
+        (
+            "status --namespace=team --context c --kubeconfig f",
+            "--namespace=team --context=c --kubeconfig=f",
+        ),
+        ("-n other --context c status -n team", "--namespace=other --context=c --namespace=team"),
+    ],
+)
+def test_access_is_told_before_the_verb_and_after_it(
+    arguments: str, access: str, kubectl: Played
+) -> None:
+    kubectl.answers = {"get pdclusters": "none"}
+    done = kubectl.pd(*arguments.split())
+    assert done.stdout == "none\n", done.stderr
+    assert kubectl.asked == [f"{access} get pdclusters"]
+
+
+@pytest.mark.slow
 def test_status_of_one_says_what_is_wrong(kubectl: Played) -> None:
     kubectl.answers = {
         "get pdcluster": {"status": {"conditions": [CONDITION]}},

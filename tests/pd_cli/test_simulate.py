@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from pd_cli import simulate_plot
 from pd_cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,3 +73,25 @@ def test_a_bad_trace(tmp_path: Path) -> None:
     code, said = simulate("--trace", str(file), "--cluster", str(EXAMPLE))
     assert code == 2
     assert "neither Azure's CSV header" in said
+
+
+@pytest.mark.parametrize("requests", [1, 50])
+def test_a_picture_of_a_short_trace_has_something_in_each_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int
+) -> None:
+    """One that is over before anybody decides on a size, or within a minute."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(simulate_plot.pyplot, "close", drawn.append)
+    file = tmp_path / "picture.png"
+    code, _ = simulate(
+        "--trace", str(DATA / "azure_excerpt.csv"), "--cluster", str(EXAMPLE),
+        "--requests", str(requests), "--plot", str(file),
+    )  # fmt: skip
+    [figure] = drawn
+    load, late, sizes = figure.axes
+    assert (code, file.read_bytes()[:4]) == (0, b"\x89PNG")
+    for axes in (load, late):
+        line = axes.lines[0]
+        assert len(line.get_xdata()) > 1 or line.get_marker() == "."
+    assert [text.get_text() for text in sizes.get_legend().get_texts()] == ["prefill", "decode"]
+    assert all(line.get_xdata()[-1] > line.get_xdata()[0] for line in sizes.lines)

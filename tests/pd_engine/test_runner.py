@@ -17,10 +17,12 @@ import torch
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
+from pd_engine import assembly
 from pd_engine.bundle import make_bundle
 from pd_engine.checkpoint import ModelError, open_checkpoint
 from pd_engine.model import choose_dtype, cpu_has_amx
 from pd_engine.runner import Runner
+from pd_engine.settings import parse
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling
 from tests.pd_engine.families import FAMILIES, greedy, make_model
 from tests.tiny_model import CHAT_TEMPLATE, EOS, tiny_model_dir
@@ -259,6 +261,22 @@ def test_warmup_measures_and_leaves_the_runner_usable(generate: Generate) -> Non
 def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelError, match=r"of 500000000000 tokens takes \d+ MiB, and \d+ MiB"):
         Runner(tiny_model_dir(), dtype="float32", kv_cache_tokens=500_000_000_000)
+
+
+def test_a_pool_smaller_than_the_context_is_told_with_the_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only once the model is loaded anybody knows its own limit, or what a share comes to."""
+    caplog.set_level("WARNING")
+    flags = (
+        f"--role both --model {tiny_model_dir()} --served-name m --worker-name w"
+        " --host 127.0.0.1 --dtype float32 --kv-transport tcp --kv-cache-tokens 64"
+    )
+    assembly.load(parse(f"{flags} --max-model-len 65".split()))
+    assert "KV cache" not in caplog.text
+    assembly.load(parse(f"{flags} --max-model-len 66".split()))
+    told = "holds 64 tokens, fewer than the context of 66: requests that need more are refused"
+    assert told in caplog.text
 
 
 def test_bfloat16_runs_and_halves_the_pool() -> None:

@@ -234,9 +234,11 @@ def test_bounds_and_words_are_the_same(watched: Watched) -> None:
             case "number", (_, above, below):
                 assert (node["type"], node["minimum"], node["maximum"]) == ("number", above, below)
                 assert node["exclusiveMinimum"] is node["exclusiveMaximum"] is True
+                _same_remedy(path, node, f"write a number above {above:g} and below {below:g}")
             case "share", _:
                 assert (node["type"], node["minimum"], node["maximum"]) == ("number", 0, 1)
                 assert (node["exclusiveMinimum"], "exclusiveMaximum" in node) == (True, False)
+                _same_remedy(path, node, "write a number above 0 and at most 1")
             case "duration", (_, low_s, high_s):
                 [rule] = node["x-kubernetes-validations"]
                 found = _BOUNDS.match(rule["message"])
@@ -252,6 +254,12 @@ def test_bounds_and_words_are_the_same(watched: Watched) -> None:
                 continue
         compared += 1
     assert compared > 80
+
+
+def _same_remedy(path: str, node: Mapping[str, Any], remedy: str) -> None:
+    """Where the server says what to write instead, and not its own words alone."""
+    for rule in node.get("x-kubernetes-validations", ()):
+        assert rule["message"] == remedy, path
 
 
 def _same_words(path: str, said: Sequence[str], options: Sequence[str]) -> None:

@@ -157,6 +157,42 @@ def test_a_lost_answer_is_no_lost_lease(run):
     run(scenario())
 
 
+def test_it_is_given_back_after_a_renewal_that_was_cut_off(run):
+    """It was carried out. What somebody else has meanwhile isn't ours to give."""
+
+    async def scenario() -> None:
+        api = FakeApi()
+        one = lease(api, "one")
+        await one.acquire()
+        await api.put(dict(api.objects[PLACE]))
+        await one.release()
+        assert holder(api) == ""
+
+        two = lease(api, "two")
+        await two.acquire()
+        taken = api.objects[PLACE]
+        await api.put({**taken, "spec": {**taken["spec"], "holderIdentity": "three"}})
+        await two.release()
+        assert holder(api) == "three"
+
+    run(scenario())
+
+
+def test_without_rights_it_ends_all_the_same(run, caplog):
+    """As after `helm uninstall`."""
+
+    async def scenario() -> None:
+        api = FakeApi()
+        one = lease(api, "one")
+        await one.acquire()
+        api.refuse = {"update": 403}
+        await one.release()
+        assert holder(api) == "one"
+        assert "lease not given back" in caplog.text
+
+    run(scenario())
+
+
 def test_a_deleted_lease_is_made_again(run):
     async def scenario() -> None:
         api = FakeApi()

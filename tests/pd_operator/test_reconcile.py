@@ -2,18 +2,19 @@
 when nothing changed, an unreadable object, a failing backend, samples from ready routers.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from pd_operator.api import Cluster, parse
 from pd_operator.keys import Key
-from pd_operator.measured import Samples
+from pd_operator.measured import Counters, RouterReading, Samples
 from pd_operator.observed import Ref, observe
-from pd_operator.podparts import Manifest
-from pd_operator.reconcile import RESYNC_S, UNSAID_S, Pace, Reconciler, World
+from pd_operator.podparts import Manifest, Settings
+from pd_operator.reconcile import MISSING_S, RESYNC_S, UNSAID_S, Pace, Reconciler, World
 from pd_operator.replicas import MARK, Write, pool_statuses
 from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, running
 
@@ -30,10 +31,10 @@ class Backend:
     writes: list[str] = field(default_factory=list)
     fails: bool = False
 
-    def settle(self) -> None:
+    def settle(self, of: Cluster | None = None, settings: Settings = SETTINGS) -> None:
         """All that is desired is there and ready, and what PDPools say is right."""
-        of = cluster()
-        for item in running(rendered(of)):
+        of = of or cluster()
+        for item in running(rendered(of, settings)):
             if item["kind"] == "PDPool":
                 annotations = {**item["metadata"]["annotations"], MARK: "1"}
                 item = {**item, "metadata": {**item["metadata"], "annotations": annotations}}
@@ -83,14 +84,25 @@ class Backend:
         self.writes.append("status")
 
 
-def reconciler(backend: Backend, asked: list[str] | None = None) -> Reconciler:
+class Marked(Backend):
+    """One that tells when nothing has changed."""
+
+    async def observe(self, key: Key) -> World:
+        return replace(await super().observe(key), mark=(str(len(self.writes)),))
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def reconciler(
+    backend: Backend, asked: list[str] | None = None, clock: Callable[[], datetime] = lambda: NOW
+) -> Reconciler:
     async def read_samples(routers: Iterable[str]) -> Samples:
         if asked is not None:
             asked.extend(routers)
         return Samples()
 
-    now = datetime(2026, 1, 1, tzinfo=UTC)
-    return Reconciler(backend, SETTINGS, read_samples=read_samples, clock=lambda: now)
+    return Reconciler(backend, SETTINGS, read_samples=read_samples, clock=clock)
 
 
 def ready(body: Manifest) -> str:
@@ -104,10 +116,21 @@ def test_creation_then_no_writes(run) -> None:
     applied = [write for write in backend.writes if write.startswith("apply")]
     assert len(applied) == len(rendered(cluster()).surroundings) + POOL_OBJECTS
 
-    assert run(made.reconcile(KEY)) == RESYNC_S
+    assert run(made.reconcile(KEY)) == MISSING_S  # nobody makes pods here
     backend.writes.clear()
     run(made.reconcile(KEY))
     assert backend.writes == []
+
+
+def test_pods_that_nobody_makes_are_told_without_any_event(run) -> None:
+    body, now = document(), NOW
+    made = reconciler(Marked(body), clock=lambda: now)
+    while run(made.reconcile(KEY)) < MISSING_S:
+        pass
+    for seconds, reason, again_s in ((0, "Starting", MISSING_S), (30, "PodMissing", RESYNC_S)):
+        now = NOW + timedelta(seconds=seconds)
+        assert run(made.reconcile(KEY)) == again_s
+        assert {one["reason"] for one in body["status"]["conditions"][4:6]} == {reason}
 
 
 def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
@@ -119,6 +142,30 @@ def test_pods_make_it_ready_and_routers_are_asked(run) -> None:
     assert backend.writes == ["status"]
     assert ready(body) == "True"
     assert asked == ["10.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("told", "again_s"),
+    [
+        (Samples(routers=(RouterReading("r", 0, 1, Counters(), clients=0),)), Pace().sample_s),
+        (Samples(routers=(RouterReading("r", 0, 1, Counters(), clients=1),)), Pace().glance_s),
+        (Samples(silent=1), Pace().sample_s),
+    ],
+)
+def test_routers_that_let_nobody_in_are_asked_again_soon(
+    run, told: Samples, again_s: float
+) -> None:
+    async def read_samples(routers: Iterable[str]) -> Samples:
+        del routers
+        return told
+
+    kubernetes = Settings(host_paths=False)
+    body = document(**{"spec.security.apiKeys": {"secret": "chat-keys"}})
+    backend = Backend(body)
+    backend.settle(parse(body), kubernetes)
+    made = Reconciler(backend, kubernetes, read_samples=read_samples, clock=lambda: NOW)
+    assert run(made.reconcile(KEY)) == again_s
+    assert ready(body) == str(told.locked is not True)
 
 
 def test_an_edit_of_the_replicas_says_so_before_anything_follows(run) -> None:

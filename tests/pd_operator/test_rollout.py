@@ -78,8 +78,9 @@ def test_foreign_fields_are_left_and_ours_come_back() -> None:
     service["spec"]["clusterIP"] = "10.1.2.3"
     assert not world.step(desired).operations
 
-    service["spec"]["ports"] = []
-    assert texts(world.step(desired)) == ["apply Service chat-router"]
+    for field, value in (("ports", []), ("type", "NodePort")):
+        world.objects[Ref("Service", "chat-router")]["spec"][field] = value
+        assert texts(world.step(desired)) == ["apply Service chat-router"]
 
 
 def test_a_deleted_child_is_made_again() -> None:

@@ -126,6 +126,19 @@ def test_a_routers_document_becomes_a_reading() -> None:
     assert found.read_at == 7.0
 
 
+@pytest.mark.parametrize(
+    ("clients", "locked"),
+    [((None,), None), ((2,), False), ((0,), True), ((0, 3), False), ((0, None), True)],
+)
+def test_nobody_has_a_key_where_no_router_knows_one(
+    clients: tuple[int | None, ...], locked: bool | None
+) -> None:
+    """A router that was just started, or is an older one, may not know or tell yet."""
+    bodies = [json.dumps(whole(clients=one)).encode() for one in clients]
+    assert measured.merge([measured.parse(body) for body in bodies]).locked is locked
+    assert measured.parse(json.dumps(whole()).encode()).locked is None
+
+
 def test_the_workers_signals_are_what_a_router_tells(run) -> None:
     """The field names that both sides use are the same ones."""
 

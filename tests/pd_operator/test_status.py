@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from pd_core.sketch import WindowSketch
-from pd_operator import api, rollout, status
+from pd_operator import api, notices, rollout, status
 from pd_operator.api import Cluster, Role
-from pd_operator.measured import Samples
+from pd_operator.measured import Counters, RouterReading, Samples
 from pd_operator.observed import observe
-from pd_operator.podparts import Manifest
-from tests.pd_operator.objects import cluster, document, pod, pool_set, rendered, routers, running
+from pd_operator.podparts import Manifest, Settings
+from tests.pd_operator.objects import (
+    SETTINGS,
+    cluster,
+    document,
+    pod,
+    pool_set,
+    rendered,
+    routers,
+    running,
+)
 
 NOW = "2026-01-01T00:00:00Z"
 LATER = "2026-01-01T00:01:00Z"
@@ -26,10 +35,12 @@ def status_of(
     samples: Samples | None = None,
     previous: dict[str, Any] | None = None,
     now: str = NOW,
+    settings: Settings = SETTINGS,
+    lost: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    wanted, seen = rendered(of), observe(objects)
+    wanted, seen = rendered(of, settings), observe(objects)
     plan = rollout.plan(wanted, seen)
-    return status.status_of(of, wanted, seen, plan, samples or Samples(), previous or {}, now)
+    return status.status_of(of, wanted, seen, plan, samples or Samples(), previous or {}, now, lost)
 
 
 def condition(made: dict[str, Any], kind: str) -> tuple[str, str, str]:
@@ -112,6 +123,19 @@ def test_without_decode_it_is_not_ready() -> None:
     assert condition(status_of(none, running(rendered(none))), "Ready")[0] == "True"
 
 
+def test_it_is_available_as_long_as_requests_are_answered() -> None:
+    objects = running(rendered(cluster()))
+    made = status_of(cluster(), without(objects, "prefill"))
+    assert condition(made, "Available") == (
+        "True",
+        "Serving",
+        "no prefill worker is ready: decode computes prompts itself",
+    )
+    assert condition(made, "Ready")[:2] == ("False", "Starting")
+    made = status_of(cluster(), without(objects, "decode"))
+    assert condition(made, "Available")[1:] == ("NoWorkers", "no decode worker is ready")
+
+
 def test_a_colocated_pool_stands_in_both_columns() -> None:
     of = cluster(
         **{
@@ -172,7 +196,8 @@ def test_a_rollout_that_is_blocked_says_so() -> None:
 
 @pytest.mark.parametrize("terminating", [False, True])
 def test_routers_of_two_versions_are_a_rollout(terminating: bool) -> None:
-    """As long as the old one isn't on its way out: then the new one has taken its place."""
+    """As long as the old one isn't on its way out: then the new one has taken its place. As many
+    as there are to be serve all the time, so it stays ready."""
     wanted = rendered(cluster())
     objects = running(wanted)
     for number, (version, gone) in enumerate((("old", terminating), ("new", False))):
@@ -183,9 +208,11 @@ def test_routers_of_two_versions_are_a_rollout(terminating: bool) -> None:
     made = status_of(cluster(), objects)
     expected = ("False", "UpToDate") if terminating else ("True", "RollingOut")
     assert condition(made, "Progressing")[:2] == expected
-    assert condition(made, "Ready")[0] == str(terminating)
-    if not terminating:
-        assert condition(made, "Ready")[2] == "router on the way to a new revision"
+    assert condition(made, "Ready")[:2] == ("True", "AllReady")
+    before = status_of(cluster(), running(wanted))
+    told = [(one.reason, one.text, one.warning) for one in notices.of_change(before, made)]
+    rolls = ("RollingOut", "Progressing: router on the way to a new revision", False)
+    assert told == ([] if terminating else [rolls])
 
 
 def test_an_evicted_router_that_has_been_replaced_is_no_problem() -> None:
@@ -304,6 +331,52 @@ def test_a_rollout_is_progress() -> None:
     assert condition(made, "Progressing")[:2] == ("True", "RollingOut")
     assert condition(made, "Ready")[:2] == ("False", "RollingOut")
     assert condition(made, "Available")[0] == "True"
+
+
+def test_a_pod_that_nobody_makes() -> None:
+    """Such as after somebody took its labels: its name is taken, and it isn't the pool's."""
+    wanted = rendered(cluster())
+    objects = running(wanted)
+    name = pool_set(wanted, Role.DECODE)["metadata"]["name"]
+    orphan = pod(pool_set(wanted, Role.DECODE), 0)
+    orphan["metadata"]["labels"] = {}
+    objects = [*without(objects, "decode"), orphan]
+    assert observe(objects).missing == (f"{name}-0",)
+    first = status_of(cluster(), objects)
+    assert condition(first, "DecodeReady") == ("False", "Starting", "0 of 1 ready")
+    then = status_of(cluster(), objects, previous=first, lost=(f"{name}-0",))
+    text = f"0 of 1 ready; there is no pod {name}-0; kubectl describe statefulset {name} says why"
+    assert condition(then, "DecodeReady") == ("False", "PodMissing", text)
+    assert condition(then, "Degraded") == ("True", "PodMissing", f"DecodeReady: {text}")
+    assert condition(then, "Ready")[1] == "PodMissing"
+    told = notices.of_change(first, then)
+    assert [(one.reason, one.warning) for one in told] == [("PodMissing", True)] * 2
+
+
+def test_routers_that_let_nobody_in() -> None:
+    """They alone read the Secret: the operator has no right to it."""
+
+    of = cluster(**{"spec.security.apiKeys": {"secret": "chat-keys"}})
+    kubernetes = Settings(host_paths=False)
+    objects = running(rendered(of, kubernetes))
+
+    def told(clients: float | None, previous: dict[str, Any] | None = None) -> dict[str, Any]:
+        router = RouterReading("r", 0.0, 1.0, Counters(), clients=clients)
+        samples = Samples(silent=1) if previous else Samples(routers=(router,))
+        return status_of(of, objects, samples=samples, previous=previous, settings=kubernetes)
+
+    made = told(0)
+    text = (
+        "all requests get 401: Secret chat-keys of this namespace is missing or has no key; write"
+        " an entry for each client: kubectl create secret generic chat-keys -n default"
+        " --from-literal=CLIENT=KEY"
+    )
+    assert condition(made, "Ready") == condition(made, "Available") == ("False", "NoAPIKeys", text)
+    [event] = notices.of_change(told(1), made)
+    assert (event.reason, event.warning) == ("NoAPIKeys", True)
+    assert condition(told(0, previous=made), "Ready")[1] == "NoAPIKeys"  # none answers
+    for clients in (1, None):
+        assert condition(told(clients), "Ready")[0] == "True"
 
 
 def test_draining_pods_do_not_count() -> None:

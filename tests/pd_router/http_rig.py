@@ -265,7 +265,8 @@ async def rig(
     )
     client = HttpServer(app, bind(Address("127.0.0.1", 0)))
     page = LivePage(app) if live_page else None
-    pages = AdminApp("router-0", workers, metrics, journal, live_page=page)
+    told = (lambda: None) if keyring is None else (lambda: keyring.clients)
+    pages = AdminApp("router-0", workers, metrics, journal, live_page=page, clients=told)
     admin = HttpServer(pages, bind(Address("127.0.0.1", 0)))
     try:
         async with admin.serving(), client.serving():

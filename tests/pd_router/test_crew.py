@@ -67,12 +67,13 @@ def test_counters_add_up_and_workers_are_counted_once() -> None:
     both = [process(2, 4, [old]), process(3, 5, [new])]
     queued = [Queued(4, 40, 4), Queued(5, 50, 5)]
     documents = [
-        {"router": f"r.{i}"} | one.signals_json(queued[i], [old, new][i : i + 1])
+        {"router": f"r.{i}", "clients": 2} | one.signals_json(queued[i], [old, new][i : i + 1])
         for i, one in enumerate(both)
     ]
     document = json.loads(json.dumps(merged.sketches("r", documents)))
     assert (document["router"], document["model"]) == ("r", "m")
     assert document["counters"]["started_requests"] == 5
+    assert document["clients"] == 2
     assert document["queued"] == {"requests": 9, "tokens": 90, "sequences": 9}
     assert document["workers"] == [new]
     assert sum(from_json(document["ttft_s"]).values()) == 5

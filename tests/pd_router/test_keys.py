@@ -206,6 +206,22 @@ def test_a_client_has_its_class_and_is_a_tenant(folder: Path) -> None:
     go(body(), 30)
 
 
+def test_the_admin_port_tells_how_many_have_a_key(folder: Path) -> None:
+    """The operator reads it: it has no right to the Secret."""
+
+    async def told(keyring: Keyring | None) -> object:
+        async with rig(keyring=keyring) as r:
+            page = await client.request(r.admin.host, r.admin.port, "GET", "/sketches")
+            found = await page.json()
+            await page.close()
+            return found["clients"]
+
+    async def body() -> None:
+        assert [await told(loaded(folder)), await told(None)] == [2, None]
+
+    go(body(), 30)
+
+
 def test_clients_share_no_prefix(folder: Path) -> None:
     """Else the time to the first token would tell one what another has sent."""
     salts = []

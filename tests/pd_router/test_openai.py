@@ -3,6 +3,7 @@ and that no body whatsoever gets anything but an Ask or an ApiError."""
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -358,6 +359,15 @@ def test_chat_refusals(fields: dict[str, Any], param: str | None, code: str | No
 )
 def test_completion_refusals(fields: dict[str, Any], param: str) -> None:
     assert refused(completion, **fields).param == param
+
+
+@pytest.mark.parametrize("choices", [17, 129, 2**70, 10**4000])
+@pytest.mark.parametrize("ask", [chat, completion])
+def test_too_many_choices_are_told_how_many_there_may_be(
+    ask: Callable[..., Any], choices: int
+) -> None:
+    said = refused(ask, n=choices).failure.message
+    assert said == "'n' is too large: at most 16 choices are made of a prompt."
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 isn't, and a collector that isn't there."""
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from pd_router import traces, tracing
 from pd_router.keys import Keyring
+from pd_router.metrics import Metrics
 from pd_router.tracing import Tracing
 from tests.collector import Collector, Span, collecting
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
@@ -90,14 +93,17 @@ def test_what_no_worker_did_has_no_span() -> None:
     assert [one.name for one in found] == ["tokenize", "queue"]
 
 
+def soon_given_up(place: str) -> tracing.OTLPSpanExporter:
+    return tracing.OTLPSpanExporter(place, timeout=0.5)
+
+
 @asynccontextmanager
 async def traced(url: str, ratio: float = 1.0, **settings: Any) -> AsyncIterator[Rig]:
     """A router whose spans go out at once."""
 
-    def at_once(place: str) -> SimpleSpanProcessor:
-        return SimpleSpanProcessor(tracing.OTLPSpanExporter(place, timeout=0.5))
-
-    made = Tracing(url, ratio, MODEL, "router-0", at_once)
+    made = Tracing(
+        url, ratio, MODEL, "router-0", exporter=soon_given_up, processor=SimpleSpanProcessor
+    )
     async with rig(spans=made, **settings) as r:
         say = says(r.tokens("abc"))
 
@@ -228,11 +234,11 @@ def test_what_clients_write_is_bounded(caplog: pytest.LogCaptureFixture) -> None
 def test_an_endpoint_may_have_the_path_of_traces(path: str) -> None:
     places: list[str] = []
 
-    def noted(place: str) -> SimpleSpanProcessor:
+    def noted(place: str) -> tracing.OTLPSpanExporter:
         places.append(place)
-        return SimpleSpanProcessor(tracing.OTLPSpanExporter(place))
+        return tracing.OTLPSpanExporter(place)
 
-    Tracing(f"http://otel:4318{path}", 1.0, MODEL, "router-0", noted)
+    Tracing(f"http://otel:4318{path}", 1.0, MODEL, "router-0", exporter=noted)
     assert places == ["http://otel:4318/v1/traces"]
 
 
@@ -264,6 +270,78 @@ def test_spans_that_fail_are_nobodys_trouble(caplog: pytest.LogCaptureFixture) -
             r.sessions.script = says(r.tokens("abc"))
             assert (await ask(r, {})).usage.completion_tokens == 4
         assert "has no spans" in caplog.text
+
+    go(scenario())
+
+
+class Stuck(SpanExporter):
+    """A collector that takes nothing until it is let."""
+
+    def __init__(self, result: SpanExportResult | None) -> None:
+        self.let, self.result = threading.Event(), result
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        del spans
+        self.let.wait(30)
+        if self.result is None:
+            raise ValueError("not even an answer")
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "sent"),
+    [(SpanExportResult.SUCCESS, 10), (SpanExportResult.FAILURE, 0), (None, 0)],
+)
+def test_what_becomes_of_spans_is_counted(
+    result: SpanExportResult | None, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that wait for the collector, and of those that there are too many of."""
+    for name, value in (("MAX_QUEUE_SIZE", 8), ("MAX_EXPORT_BATCH_SIZE", 2)):
+        monkeypatch.setenv(f"OTEL_BSP_{name}", str(value))
+    metrics, exporter = Metrics(MODEL), Stuck(result)
+
+    def counted() -> list[float | None]:
+        labels = [{"model": MODEL, "result": one} for one in (tracing.SENT, tracing.LOST)]
+        name = "pdcluster_router_trace_spans_total"
+        return [metrics.registry.get_sample_value(name, one) for one in labels]
+
+    processor = tracing.Counted(exporter, metrics.spans)
+    assert counted() == [0, 0]
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    tracer = provider.get_tracer("test")
+    for number in range(15):
+        tracer.start_span("one").end()
+        if number == 1:  # a batch, which the exporter now has
+            until(lambda: processor._waiting == 0)
+    assert counted() == [0, 5]
+    exporter.let.set()
+    processor.shutdown()
+    assert counted() == [sent, 15 - sent]
+
+
+def until(true: Callable[[], bool]) -> None:
+    began = time.monotonic()
+    while not true():
+        assert time.monotonic() - began < 20
+        time.sleep(0.01)
+
+
+def test_a_collector_that_is_not_there_is_counted() -> None:
+    lost: list[int] = []
+
+    def told(result: str, spans: int) -> None:
+        if result == tracing.LOST:
+            lost.append(spans)
+
+    async def scenario() -> None:
+        url = f"http://127.0.0.1:{free_port()}"
+        made = Tracing(url, 1.0, MODEL, "router-0", told, soon_given_up, SimpleSpanProcessor)
+        async with rig(spans=made) as r:
+            r.sessions.script = says(r.tokens("abc"))
+            await ask(r, {})
+        await made.close()
+        assert sum(lost) > 1
 
     go(scenario())
 

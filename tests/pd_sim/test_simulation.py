@@ -82,7 +82,8 @@ def test_a_new_worker_serves_after_its_start_and_is_paid_for_from_the_first_seco
             return {Role.PREFILL: 2}
 
     result = simulate(pair(start_s=30.0), evenly(1, 101), Two())
-    assert [(s.at_s, s.serving[Role.PREFILL]) for s in result.sizes] == [(10.0, 1), (40.0, 2)]
+    served = [(s.at_s, s.serving[Role.PREFILL]) for s in result.sizes]
+    assert served == [(0.0, 1), (10.0, 1), (40.0, 2)]
     assert result.gpu_hours * 3600 == pytest.approx(100 + 100 + 90)
 
 

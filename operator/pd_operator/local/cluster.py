@@ -283,9 +283,12 @@ def _page(host: str) -> str:
 def is_ready(document: Manifest) -> bool:
     """Whether what runs is what the present version of the document says, and is ready."""
     status = document.get("status", {})
-    return status.get("observedGeneration") == document["metadata"]["generation"] and any(
-        one["type"] == "Ready" and one["status"] == "True" for one in status["conditions"]
-    )
+    if status.get("observedGeneration") != document["metadata"]["generation"]:
+        return False
+    conditions = {one["type"]: one for one in status["conditions"]}
+    # It is ready while only routers are replaced, and then the old ones are still there.
+    rolls = conditions["Progressing"]["reason"] == "RollingOut"
+    return conditions["Ready"]["status"] == "True" and not rolls
 
 
 class _Decisions(ReconcileListener):
