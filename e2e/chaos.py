@@ -10,7 +10,6 @@ import argparse
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,13 +19,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
 import yaml
 
 from bench.common import table
-from e2e.cluster import cluster, netns
+from e2e.cluster import cluster
 from e2e.cluster.api import ApiError, Manifest, wait_for
-from e2e.cluster.errors import ClusterError
 from e2e.load import Load, Outcome, questions
 from e2e.site import CLAIMED_MODEL, Site, document, running
 from tests.tiny_model import tiny_model_dir
@@ -56,34 +53,6 @@ class Scene:
     chance: random.Random
     done: Counter[str] = field(default_factory=Counter)
     excused: Counter[str] = field(default_factory=Counter)
-
-    def processes(self, pod: Manifest) -> list[psutil.Process]:
-        """The pod's own, as the machine sees them."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("POD_NAME") == pod["metadata"]["name"]:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
-
-    def signal(self, pod: Manifest, number: signal.Signals) -> None:
-        found = self.processes(pod)
-        if not found:
-            raise ClusterError(f"pod {pod['metadata']['name']} has no process to be seen")
-        for process in found:
-            try:
-                process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-
-    def enter(self, *command: str) -> None:
-        """A command in the cluster's network."""
-        argv = [*netns.enter(self.site.layout), *command]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
-        if done.returncode != 0:
-            raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
 
     def settled(self) -> bool:
         try:
@@ -121,7 +90,7 @@ def _gone(scene: Scene, pod: Manifest) -> bool:
 
 
 def kill(scene: Scene, pod: Manifest) -> None:
-    scene.signal(pod, signal.SIGKILL)
+    scene.site.signal(pod, signal.SIGKILL)
     wait_for("the kubelet's notice", partial(_restarted, scene, pod), READY_S)
 
 
@@ -138,19 +107,19 @@ def _restarts(pod: Manifest) -> int:
 
 
 def pause(scene: Scene, pod: Manifest) -> None:
-    scene.signal(pod, signal.SIGSTOP)
+    scene.site.signal(pod, signal.SIGSTOP)
     time.sleep(scene.chance.uniform(0.2, 4))
-    scene.signal(pod, signal.SIGCONT)
+    scene.site.signal(pod, signal.SIGCONT)
 
 
 def cut_off(scene: Scene, pod: Manifest) -> None:
     """From other pods: the node, and so its probes, still reach it."""
     rules = [("FORWARD", way, pod["status"]["podIP"], "-j", "DROP") for way in ("-s", "-d")]
     for rule in rules:
-        scene.enter("iptables", "-I", *rule)
+        scene.site.enter("iptables", "-I", *rule)
     time.sleep(scene.chance.uniform(1, 8))
     for rule in rules:
-        scene.enter("iptables", "-D", *rule)
+        scene.site.enter("iptables", "-D", *rule)
 
 
 def kill_operator(scene: Scene, _: Manifest) -> None:

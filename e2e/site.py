@@ -7,6 +7,7 @@ through a claim on a volume that is a folder of the node.
 import json
 import re
 import secrets
+import signal
 import subprocess
 import tempfile
 import threading
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from e2e.cluster import build, claims, cluster, images
+import psutil
+
+from e2e.cluster import build, claims, cluster, images, netns
 from e2e.cluster.api import Api, Manifest, wait_for
 from e2e.cluster.envtest import Kube, kubectl
 from e2e.cluster.errors import ClusterError
@@ -190,6 +193,36 @@ class Site:
     def pods(self, namespace: str, role: str = "") -> list[Manifest]:
         labels = f"pdcluster.dev/role={role}" if role else "app.kubernetes.io/name=pdcluster"
         return self.api.items("v1", "Pod", namespace, labels)
+
+    # ---- trouble ------------------------------------------------------------------
+
+    def processes(self, pod: Manifest) -> list[psutil.Process]:
+        """The pod's own, as the machine sees them."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("POD_NAME") == pod["metadata"]["name"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def signal(self, pod: Manifest, number: signal.Signals) -> None:
+        found = self.processes(pod)
+        if not found:
+            raise ClusterError(f"pod {pod['metadata']['name']} has no process to be seen")
+        for process in found:
+            try:
+                process.send_signal(number)
+            except psutil.NoSuchProcess:
+                continue
+
+    def enter(self, *command: str) -> None:
+        """A command in the cluster's network."""
+        argv = [*netns.enter(self.layout), *command]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+        if done.returncode != 0:
+            raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from pd_operator import informer
 from pd_operator.podparts import Manifest
 from pd_operator.resources import CERTIFICATE, ISSUER
 from tests.envtest.operating import Scene, scene
-from tests.envtest.test_operator import CERT_MANAGER, at_rest
+from tests.envtest.test_operator import at_rest
+from tests.foreign import CERT_MANAGER
 from tests.pd_operator.objects import document
 
 pytestmark = pytest.mark.usefixtures("crds")

@@ -16,7 +16,7 @@ from e2e.cluster import build, envtest
 from e2e.cluster.envtest import EnvTest, Kube
 from pd_operator import alerts, flags
 from scripts.chart import CHART, ROOT
-from tests.envtest.test_operator import MONITORING
+from tests.foreign import MONITORING
 
 HELM_DEADLINE_S = 60
 KUBE_VERSION = "1.34.4"

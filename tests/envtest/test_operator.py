@@ -16,44 +16,12 @@ from pd_operator.resources import BY_KIND, EVENT, POD_MONITOR, PROMETHEUS_RULE, 
 from tests.envtest.access import rules
 from tests.envtest.operating import Scene, condition, is_settled, looking_on, operating, scene
 from tests.envtest.podstub import running
+from tests.foreign import MONITORING
 from tests.pd_operator.objects import document
 
 pytestmark = pytest.mark.usefixtures("crds")
 REST_S = 3.0
 DEADLINE_S = 110.0
-
-
-def kinds(group: str, **named: str) -> list[Manifest]:
-    """CRDs of others, as far as tests need them: the plural of each kind."""
-    return [_kind(group, kind, plural) for kind, plural in named.items()]
-
-
-def _kind(group: str, kind: str, plural: str) -> Manifest:
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {
-        "name": "v1",
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": schema},
-        "subresources": {"status": {}},
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": f"{plural}.{group}"},
-        "spec": {
-            "group": group,
-            "scope": "Namespaced",
-            "names": {"plural": plural, "singular": kind.lower(), "kind": kind},
-            "versions": [version],
-        },
-    }
-
-
-MONITORING = kinds(
-    "monitoring.coreos.com", PodMonitor="podmonitors", PrometheusRule="prometheusrules"
-)
-CERT_MANAGER = kinds("cert-manager.io", Certificate="certificates", Issuer="issuers")
 
 
 def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:

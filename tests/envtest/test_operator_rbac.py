@@ -19,7 +19,7 @@ from pd_operator.resources import BY_KIND, CERTIFICATE, ISSUER, SECRET
 from tests.envtest.access import rules
 from tests.envtest.operating import Watching, looking_on, operating
 from tests.envtest.podstub import running
-from tests.envtest.test_operator import CERT_MANAGER, MONITORING
+from tests.foreign import CERT_MANAGER, MONITORING
 from tests.pd_operator.objects import cluster, document, rendered
 
 pytestmark = pytest.mark.usefixtures("crds")

@@ -1,0 +1,180 @@
+"""A real Prometheus (Debian's) that watches PDClusters of a real cluster by their own objects:
+PodMonitors say what is scraped, PrometheusRules what is alerted on.
+
+It asks pods through the API server, as whoever is outside of the cluster's network must. Tests
+can't wait for hours: in the rules all spans of time are `SPEED` times shorter.
+"""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from e2e.cluster import packages
+from e2e.cluster.api import Manifest
+from e2e.site import Site
+from tests.cluster import http_get
+from tests.ports import free_port
+
+PROGRAM = "/usr/bin/prometheus"
+MONITORING = "monitoring.coreos.com/v1"
+SPEED = 20
+SCRAPE_S = 1
+DEADLINE_S = 60.0
+_SPAN = re.compile(r"\b(\d+)([smhd])\b")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def hastened(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rules with every window and every `for` so many times shorter."""
+
+    def shorter(found: "re.Match[str]") -> str:
+        return f"{max(1, int(found[1]) * _SECONDS[found[2]] // SPEED)}s"
+
+    def windows(expression: str) -> str:
+        return re.sub(r"\[[^]]+\]", lambda one: _SPAN.sub(shorter, one[0]), expression)
+
+    made = []
+    for rule in rules:
+        changed = {**rule, "expr": windows(rule["expr"])}
+        if "for" in rule:
+            changed["for"] = _SPAN.sub(shorter, rule["for"])
+        made.append(changed)
+    return made
+
+
+class Prometheus:
+    """It runs on this machine; `alerts` is what it says."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def until(self, true: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
+        ends = time.monotonic() + deadline_s
+        while time.monotonic() < ends:
+            try:
+                if true():
+                    return
+            except (OSError, LookupError):
+                pass
+            time.sleep(0.3)
+        raise AssertionError(f"not within {deadline_s:g} s: {what}; {self.get('/api/v1/alerts')}")
+
+    def firing(self) -> set[str]:
+        """The names of the alerts that fire now."""
+        alerts = self.get("/api/v1/alerts")["alerts"]
+        return {one["labels"]["alertname"] for one in alerts if one["state"] == "firing"}
+
+    def fired(self, seconds: float) -> set[str]:
+        """Those that fired at any time in the last so many seconds."""
+        query = f'max_over_time(ALERTS%7Balertstate="firing"%7D[{int(seconds) + 1}s])'
+        found = self.get(f"/api/v1/query?query={query}")["result"]
+        return {one["metric"]["alertname"] for one in found}
+
+    def up(self) -> int:
+        """How many targets answer."""
+        return len(self.get("/api/v1/query?query=up==1")["result"])
+
+    def get(self, path: str) -> Any:
+        status, body = http_get(f"http://127.0.0.1:{self._port}{path}")
+        if status != 200:
+            raise LookupError(body)
+        return json.loads(body)["data"]
+
+
+@contextmanager
+def watching(site: Site, namespace: str, folder: Path) -> Iterator[Prometheus]:
+    """Prometheus over all that the namespace's PodMonitors and PrometheusRules name."""
+    packages.need({PROGRAM: "prometheus"})
+    monitors = site.api.items(MONITORING, "PodMonitor", namespace)
+    rules = [
+        {**group, "interval": f"{SCRAPE_S}s", "rules": hastened(group["rules"])}
+        for one in site.api.items(MONITORING, "PrometheusRule", namespace)
+        for group in one["spec"]["groups"]
+    ]
+    (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": rules}))
+    scrapes = [scrape for one in monitors for scrape in _scrapes(site, one)]
+    times = {"scrape_interval": f"{SCRAPE_S}s", "evaluation_interval": f"{SCRAPE_S}s"}
+    config = {"global": times, "rule_files": ["rules.yaml"], "scrape_configs": scrapes}
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    command = [
+        PROGRAM,
+        f"--config.file={folder / 'prometheus.yaml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        found = Prometheus(port)
+        found.until(lambda: http_get(f"http://127.0.0.1:{port}/-/ready")[0] == 200, "it is ready")
+        yield found
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_S)
+
+
+def _scrapes(site: Site, monitor: Manifest) -> Iterator[dict[str, Any]]:
+    """As Prometheus' operator makes them of a PodMonitor, but by the API server's proxy."""
+    namespace = monitor["metadata"]["namespace"]
+    rules = [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]},
+        {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]},
+    ]
+    kubeconfig = site.kube.service_account(namespace, "prometheus", rules=rules)
+    user = yaml.safe_load(kubeconfig.read_text())
+    server = user["clusters"][0]["cluster"]["server"].removeprefix("https://")
+    spec, pod = monitor["spec"], "__meta_kubernetes_pod"
+    selector = ",".join(f"{k}={v}" for k, v in spec["selector"]["matchLabels"].items())
+    for number, endpoint in enumerate(spec["podMetricsEndpoints"]):
+        path = f"/api/v1/namespaces/$1/pods/$2:$3/proxy{endpoint['path']}"
+        yield {
+            "job_name": f"{monitor['metadata']['name']}/{number}",
+            "scheme": "https",
+            "tls_config": {"insecure_skip_verify": True},  # loopback; the API server is ours
+            "authorization": {"credentials": user["users"][0]["user"]["token"]},
+            "kubernetes_sd_configs": [
+                {
+                    "role": "pod",
+                    "kubeconfig_file": str(kubeconfig),
+                    "namespaces": {"names": [namespace]},
+                    "selectors": [{"role": "pod", "label": selector}],
+                }
+            ],
+            "relabel_configs": [
+                {
+                    "action": "keep",
+                    "source_labels": [f"{pod}_container_port_name"],
+                    "regex": endpoint["port"],
+                },
+                {
+                    "source_labels": [
+                        "__meta_kubernetes_namespace",
+                        f"{pod}_name",
+                        f"{pod}_container_port_number",
+                    ],
+                    "separator": ";",
+                    "regex": "(.+);(.+);(.+)",
+                    "target_label": "__metrics_path__",
+                    "replacement": path,
+                },
+                {"target_label": "__address__", "replacement": server},
+                {"source_labels": ["__meta_kubernetes_namespace"], "target_label": "namespace"},
+                {"source_labels": [f"{pod}_name"], "target_label": "pod"},
+                *(
+                    {"source_labels": [f"{pod}_label_{_label(name)}"], "target_label": _label(name)}
+                    for name in spec["podTargetLabels"]
+                ),
+            ],
+        }
+
+
+def _label(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
