@@ -22,14 +22,40 @@ BLOCK = 16
 SMALL_POOL = 512  # tokens; one request of the tests below, and little more
 
 
+@pytest.fixture(scope="module", params=["shm", "tcp", "nixl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each of these faults, whichever way KV goes."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def tight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def tight(
+    model: Path, transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Decode has room for one request at a time."""
     pools = {
         "prefill": {"replicas": 1, "engine": {"chunkTokens": 32}},
         "decode": {"replicas": 1, "engine": {"kvCacheTokens": SMALL_POOL}},
     }
-    with serving(spec(model, **pools), tmp_path_factory.mktemp("tight")) as running:
+    made = spec(model, **pools, kvTransfer={"transport": transport})
+    with serving(made, tmp_path_factory.mktemp("tight")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    model: Path, transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """One prefill and one decode worker; prompts always go from one to the other."""
+    made = spec(
+        model,
+        prefill={"replicas": 1},
+        decode={"replicas": 1},
+        router={"routing": {"disaggregate": "always"}},
+        kvTransfer={"transport": transport},
+    )
+    with serving(made, tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
