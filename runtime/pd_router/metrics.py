@@ -119,7 +119,7 @@ class Metrics:
         self._signals.unread()
 
     def on_arrival(self, request: GenerateRequest) -> None:
-        """A prompt that could be served is at the door (session.MetricsHooks)."""
+        """A prompt that could be served is at the door (hooks.MetricsHooks)."""
         self._signals.arrived(len(request.token_ids), request.choices)
 
     def request_done(self, endpoint: str, status: int, total_s: float) -> None:
@@ -130,11 +130,11 @@ class Metrics:
         self._failures.labels(self.model, kind.value).inc()
 
     def on_retry(self, failure: Failure) -> None:
-        """An attempt failed and another follows (session.MetricsHooks)."""
+        """An attempt failed and another follows (hooks.MetricsHooks)."""
         self._retries.labels(self.model, failure.kind.value).inc()
 
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
-        """session.MetricsHooks; all that ends is counted by generation_done and failed."""
+        """hooks.MetricsHooks; all that ends is counted by generation_done and failed."""
 
     def generation_done(self, timeline: Timeline) -> None:
         """Counts one prompt's way through the workers, however it ended."""

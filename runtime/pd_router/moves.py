@@ -146,6 +146,15 @@ class Retried:
 
 
 @dataclass(frozen=True, slots=True)
+class Blamed:
+    """An attempt failed by the fault of one of these workers, never by the request's own."""
+
+    workers: tuple[WorkerId, ...]
+    failure: Failure
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Every choice has its finish. The last action."""
 
@@ -157,4 +166,4 @@ class Fail:
     failure: Failure
 
 
-Action = Token | OpenDecode | OpenPrefill | CancelSide | CloseSide | Retried | Done | Fail
+Action = Token | OpenDecode | OpenPrefill | CancelSide | CloseSide | Retried | Blamed | Done | Fail

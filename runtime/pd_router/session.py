@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_proto.v1 import engine_pb2 as pb
@@ -22,8 +21,10 @@ from pd_router.admission import (
 )
 from pd_router.costs import soonest
 from pd_router.fleet import Role, WorkerId, WorkerView
+from pd_router.hooks import MetricsHooks, NoHooks
 from pd_router.moves import (
     Action,
+    Blamed,
     CancelSide,
     CloseSide,
     Done,
@@ -46,35 +47,6 @@ from pd_router.workers import Work, Workers
 log = logging.getLogger("pd_router.session")
 
 _LOOK_AGAIN_S = 0.02
-
-
-class MetricsHooks(Protocol):
-    """Told of what timelines alone don't count. Called in the loop; must not raise."""
-
-    def on_arrival(self, request: GenerateRequest) -> None:
-        """A request came that could be served, though there may be no room for it."""
-        ...
-
-    def on_retry(self, failure: Failure) -> None:
-        """An attempt failed and another follows."""
-        ...
-
-    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
-        """A request ended: done (None), failed, or CLIENT_GONE after `cancel`."""
-        ...
-
-
-class NoHooks:
-    """Nobody counts."""
-
-    def on_arrival(self, request: GenerateRequest) -> None:
-        """Says nothing."""
-
-    def on_retry(self, failure: Failure) -> None:
-        """Says nothing."""
-
-    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
-        """Says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +347,11 @@ class RunningGeneration:
                 token.choice, token.index, token.token, token.finish, token.logprob, token.top
             )
 
+    def computed(self, work: Work | None) -> None:
+        """A worker has computed something for it."""
+        if work is not None:
+            self._sessions.workers.computed(work)
+
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
@@ -390,6 +367,8 @@ class RunningGeneration:
                     self._release(side, cancel=False)
                 case Retried(failure=failure):
                     self._note_retry(failure)
+                case Blamed(workers=workers, failure=failure, at=at):
+                    self._sessions.workers.blame(workers, failure, at)
                 case Done():
                     self._end(None, tell=True)
                 case Fail(failure=failure):
@@ -525,12 +504,13 @@ class SideHandler:
     A mistake in here or in the sink fails this request, not all those on the stream.
     """
 
-    __slots__ = ("_generation", "_logprobs", "_side")
+    __slots__ = ("_generation", "_logprobs", "_side", "_unproven")
 
     def __init__(self, generation: RunningGeneration, side: Side) -> None:
         self._generation = generation
         self._logprobs = generation.request.sampling.logprobs
         self._side = side
+        self._unproven = True  # no step for it has been seen to end well
 
     def granted(self, event: pb.Granted, now: float) -> None:
         generation = self._generation
@@ -546,6 +526,7 @@ class SideHandler:
             work = generation.works.get(self._side)
             if work is not None:
                 work.prefill_over()
+                generation.computed(work)
                 if self._side.prefill:
                     work.expect_no_steps()
             prefilled = wire.prefilled_from_pb(event)
@@ -569,6 +550,9 @@ class SideHandler:
         """The hot path: mostly a token that ends nothing, and no timer to set."""
         generation = self._generation
         try:
+            if self._unproven:
+                self._unproven = False
+                generation.computed(generation.works.get(self._side))
             if not (out.finish or self._logprobs):
                 choice, index, token = out.choice, out.index, out.token
                 if generation.walk.plain_token(self._side, choice, index, token, now):

@@ -16,6 +16,7 @@ from pd_core.failures import Failure, FailureKind
 from pd_router.fleet import WorkerId
 from pd_router.moves import (
     Action,
+    Blamed,
     CancelSide,
     CloseSide,
     Committed,
@@ -38,6 +39,9 @@ _GONE = (FailureKind.WORKER_LOST, FailureKind.WORKER_LATE)
 _REFUSED = (FailureKind.NO_CAPACITY, FailureKind.DRAINING)
 _LEAST_DEADLINE_S = 0.001  # an event may come just before the tick that ends the request
 _BOTH_TO_BLAME = (FailureKind.TRANSFER_FAILED, FailureKind.LEASE_EXPIRED)
+_FAULTS = (FailureKind.STEP_FAILED, FailureKind.TRANSFER_FAILED, FailureKind.INTERNAL)
+"""A worker that works has none of these. Lateness and loss are noticed elsewhere; the other
+kinds are the request's own, or mean that the worker is full or leaves."""
 
 
 class _State(Enum):
@@ -362,6 +366,7 @@ class Walk:
         self._cancel_leg(leg)
         if failure.kind is FailureKind.STEP_FAILED:
             leg.step_failures += 1
+        self._blame(leg, failure, now, blamed)
         spent = leg.tries > self._config.max_retries or leg.step_failures > 1
         if not failure.traits.retryable or spent:
             self._fail(failure)
@@ -373,6 +378,17 @@ class Walk:
         pause_s = min(self._config.backoff_s * 4 ** (leg.tries - 1), self._config.backoff_max_s)
         for part in self._split(leg):
             self._enter(part, _State.WAITING, now + pause_s)
+
+    def _blame(self, leg: _Leg, failure: Failure, now: float, blamed: WorkerId | None) -> None:
+        """Whose fault it may be. A request whose steps fail wherever it goes is itself to
+        blame, so its second worker isn't."""
+        if blamed is None or failure.kind not in _FAULTS or leg.step_failures > 1:
+            return
+        workers: tuple[WorkerId, ...] = (blamed,)
+        decode, prefill = self._decode_of(leg), self._prefill_of(leg)
+        if failure.kind in _BOTH_TO_BLAME and decode is not None and prefill is not None:
+            workers = (decode, prefill)
+        self._actions.append(Blamed(workers, failure, now))
 
     def _learn(self, leg: _Leg, failure: Failure, blamed: WorkerId | None) -> None:
         """What the next attempt should keep away from."""

@@ -100,12 +100,12 @@ class _Record:
 class Work:
     """One side of a request at a worker: its handle, and its share in the load's books."""
 
-    __slots__ = ("_blocks", "_expecting", "_probe", "_record", "_sequences", "_tokens", "handle")
+    __slots__ = ("_blocks", "_expecting", "_sequences", "_tokens", "handle", "probe", "record")
 
     def __init__(
         self, record: _Record, handle: int, tokens: int, blocks: int, sequences: int
     ) -> None:
-        self._record = record
+        self.record = record
         self.handle = handle
         self._tokens = tokens
         self._blocks = blocks
@@ -113,38 +113,38 @@ class Work:
         self._expecting = False
         record.view.assign_prefill(tokens)
         record.view.assign_decode(blocks, sequences)
-        self._probe = record.breaker.sent()
+        self.probe = record.breaker.sent()
 
     def send(self, command: pb.Command) -> None:
-        self._record.link.send(command)
+        self.record.link.send(command)
 
     def expect_steps(self) -> None:
         """From now on the worker has something to compute for this request."""
         if not self._expecting:
             self._expecting = True
-            self._record.progress.expect(time.monotonic())
+            self.record.progress.expect(time.monotonic())
 
     def carried(self, kv_bytes: int, transfer_s: float) -> None:
         """KV has come to this worker: how fast its link is."""
-        self._record.view.carried(kv_bytes, transfer_s)
+        self.record.view.carried(kv_bytes, transfer_s)
 
     def prefill_over(self) -> None:
-        self._record.view.end_prefill(self._tokens)
+        self.record.view.end_prefill(self._tokens)
         self._tokens = 0
 
     def expect_no_steps(self) -> None:
         if self._expecting:
             self._expecting = False
-            self._record.progress.expect_no_more()
+            self.record.progress.expect_no_more()
 
     def release(self, *, cancel: bool) -> None:
         """The side is over; `cancel` tells the worker. Once."""
-        self._record.link.release(self.handle, cancel=cancel)
+        self.record.link.release(self.handle, cancel=cancel)
         self.expect_no_steps()
         self.prefill_over()
-        self._record.view.end_decode(self._blocks, self._sequences)
-        if self._probe:
-            self._record.breaker.probe_over()
+        self.record.view.end_decode(self._blocks, self._sequences)
+        if self.probe:
+            self.record.breaker.probe_over()
 
 
 class Workers(engine_pb2_grpc.ControlServicer):
@@ -219,6 +219,34 @@ class Workers(engine_pb2_grpc.ControlServicer):
         work = Work(record, handle, tokens, blocks, sequences)
         self._refresh(record)
         return work
+
+    def computed(self, work: Work) -> None:
+        """The worker has computed something for this request."""
+        record = work.record
+        if record.breaker.succeeded(probe=work.probe):
+            log.info("worker=%s works again", record.view.id.name)
+            self._refresh(record)
+
+    def blame(self, workers: tuple[WorkerId, ...], failure: Failure, now: float) -> None:
+        """An attempt failed by the fault of one of these."""
+        for worker in workers:
+            record = self._records.get(worker)
+            if record is None or not record.breaker.failed(1 / len(workers), now):
+                continue
+            if self._spares(record):
+                why = f"too many of its requests failed, the last one: {failure.message}"
+                record.breaker.trip(why, now, faulty=True)
+                log.warning("worker=%s gets no new requests: %s", worker.name, why)
+                self._refresh(record)
+
+    def _spares(self, record: _Record) -> bool:
+        """Whether requests could do without it. Where all fail alike, who still tries is
+        better than nobody."""
+        return any(
+            other.view.usable and other.view.role is not Role.PREFILL
+            for other in self._records.values()
+            if other is not record
+        )
 
     # ---- for the HTTP side ----------------------------------------------------------------
 

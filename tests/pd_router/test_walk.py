@@ -8,6 +8,7 @@ from pd_core.failures import Failure, FailureKind
 from pd_router.fleet import WorkerId
 from pd_router.moves import (
     Action,
+    Blamed,
     CancelSide,
     CloseSide,
     Committed,
@@ -30,6 +31,8 @@ P0, P1 = WorkerId("p-0", "e"), WorkerId("p-1", "e")
 D0, D1 = WorkerId("d-0", "e"), WorkerId("d-1", "e")
 PROMPT = (1, 2, 3)
 GRANT = Granted(b"secret", prefix_tokens=16, wait_s=0.5, kv_address="kv:1")
+
+FAULTS = (FailureKind.STEP_FAILED, FailureKind.TRANSFER_FAILED, FailureKind.INTERNAL)
 
 
 def first(
@@ -54,6 +57,7 @@ class Driver:
     )
     now: float = 100.0
     decode_at: WorkerId | None = None
+    blamed: list[tuple[WorkerId, ...]] = field(default_factory=list)
     asked: list[tuple[Need, Exclusions, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,6 +81,11 @@ class Driver:
             return place
         return Placement(place[0], place[1], blocks=1, compute_tokens=3, reason="because")
 
+    def _said(self, actions: list[Action]) -> list[Action]:
+        """All but whose fault something was: that is told apart."""
+        self.blamed += [action.workers for action in actions if isinstance(action, Blamed)]
+        return [action for action in actions if not isinstance(action, Blamed)]
+
     def start(self) -> list[Action]:
         return self.walk.start(self.now)
 
@@ -87,24 +96,24 @@ class Driver:
         self, tokens: tuple[Token, ...], attempt: int = 1, *, here: bool = False, cached: int = 2
     ) -> list[Action]:
         event = Prefilled(tokens, cached, queue_s=0.1, prefill_s=0.2, transport="tcp")
-        return self.walk.prefilled(Side(attempt, not here), event, self.now)
+        return self._said(self.walk.prefilled(Side(attempt, not here), event, self.now))
 
     def committed(self, tokens: tuple[Token, ...], attempt: int = 1) -> list[Action]:
         event = Committed(tokens, cached_tokens=2, kv_bytes=64, transfer_s=0.3)
-        return self.walk.committed(Side(attempt, False), event, self.now)
+        return self._said(self.walk.committed(Side(attempt, False), event, self.now))
 
     def token(
         self, index: int, choice: int = 0, attempt: int = 1, finish: FinishReason | None = None
     ) -> list[Action]:
         token = Token(choice, index, 100 * choice + index, finish)
-        return self.walk.token(Side(attempt, False), token, self.now)
+        return self._said(self.walk.token(Side(attempt, False), token, self.now))
 
     def failed(self, kind: FailureKind, attempt: int = 1, *, prefill: bool = False) -> list[Action]:
-        return self.walk.failed(Side(attempt, prefill), failure(kind), self.now)
+        return self._said(self.walk.failed(Side(attempt, prefill), failure(kind), self.now))
 
     def tick(self, after_s: float) -> list[Action]:
         self.now += after_s
-        return self.walk.tick(self.now)
+        return self._said(self.walk.tick(self.now))
 
     def to_decode(self) -> None:
         """Through the first attempt up to the commit."""
@@ -380,6 +389,36 @@ def test_some_failures_are_final(kind: FailureKind) -> None:
     w = Driver()
     w.start()
     assert w.failed(kind) == [CloseSide(Side(1, False)), Fail(failure(kind))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "expected"),
+    [
+        (FailureKind.STEP_FAILED, True, [(P0,)]),
+        (FailureKind.STEP_FAILED, False, [(D0,)]),
+        (FailureKind.INTERNAL, False, [(D0,)]),
+        (FailureKind.TRANSFER_FAILED, True, [(D0, P0)]),
+        (FailureKind.TRANSFER_FAILED, False, [(D0, P0)]),
+        *((kind, False, []) for kind in FailureKind if kind not in FAULTS),
+    ],
+)
+def test_whose_fault_it_was(
+    kind: FailureKind, prefill: bool, expected: list[tuple[WorkerId, ...]]
+) -> None:
+    w = Driver()
+    w.start()
+    w.granted()
+    w.failed(kind, prefill=prefill)
+    assert w.blamed == expected
+
+
+def test_a_request_that_fails_wherever_it_goes_is_itself_to_blame() -> None:
+    w = Driver()
+    w.start()
+    w.failed(FailureKind.STEP_FAILED)
+    w.retry()
+    w.failed(FailureKind.STEP_FAILED, 2)
+    assert w.blamed == [(D0,)]
 
 
 def test_what_an_attempt_learns() -> None:

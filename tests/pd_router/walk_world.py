@@ -16,6 +16,7 @@ from pd_core.kv import KvForm
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
 from pd_router.moves import (
     Action,
+    Blamed,
     CancelSide,
     CloseSide,
     Committed,
@@ -354,6 +355,8 @@ class World:
                 assert talk.over or talk.committed, f"{side} closed while it holds something"
             case Retried():
                 pass
+            case Blamed(workers=workers):
+                assert workers, "a fault of nobody"
             case Done() | Fail():
                 assert not any(not t.dropped for t in self.sides.values()), "ended with open sides"
                 self.ends.append(action)
