@@ -17,6 +17,10 @@ class MetricsHooks(Protocol):
         """An attempt failed and another follows."""
         ...
 
+    def on_hedge(self, *, won: bool) -> None:
+        """A prompt was computed twice at once; whether the second prefill was first."""
+        ...
+
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
         """A request ended: done (None), failed, or CLIENT_GONE after `cancel`."""
         ...
@@ -29,6 +33,9 @@ class NoHooks:
         """Says nothing."""
 
     def on_retry(self, failure: Failure) -> None:
+        """Says nothing."""
+
+    def on_hedge(self, *, won: bool) -> None:
         """Says nothing."""
 
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:

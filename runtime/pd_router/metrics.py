@@ -52,6 +52,7 @@ class Metrics:
             "unauthorized", "Requests without a right API key"
         ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
+        self._hedges = self._counter("hedges", "Prompts computed twice at once", "outcome")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
             model
@@ -132,6 +133,10 @@ class Metrics:
     def on_retry(self, failure: Failure) -> None:
         """An attempt failed and another follows (hooks.MetricsHooks)."""
         self._retries.labels(self.model, failure.kind.value).inc()
+
+    def on_hedge(self, *, won: bool) -> None:
+        """A hedge is over: `won` where it was first (hooks.MetricsHooks)."""
+        self._hedges.labels(self.model, "won" if won else "lost").inc()
 
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
         """hooks.MetricsHooks; all that ends is counted by generation_done and failed."""

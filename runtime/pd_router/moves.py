@@ -108,6 +108,7 @@ class OpenDecode:
     compute_tokens: int  # when it prefills
     prefill: WorkerId | None = None  # who will, once decode has granted
     prefill_tokens: int = 0
+    hedge: bool = False  # beside an attempt that still runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,13 @@ class Blamed:
 
 
 @dataclass(frozen=True, slots=True)
+class Hedged:
+    """A prompt was computed twice at once, and that is over; whether the second was first."""
+
+    won: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Every choice has its finish. The last action."""
 
@@ -166,4 +174,15 @@ class Fail:
     failure: Failure
 
 
-Action = Token | OpenDecode | OpenPrefill | CancelSide | CloseSide | Retried | Blamed | Done | Fail
+Action = (
+    Token
+    | OpenDecode
+    | OpenPrefill
+    | CancelSide
+    | CloseSide
+    | Retried
+    | Blamed
+    | Hedged
+    | Done
+    | Fail
+)

@@ -53,6 +53,13 @@ class Placement:
     reason: str
     considered: tuple[Considered, ...] = ()
 
+    @property
+    def expected_s(self) -> float:
+        """How long until token 0; 0: nothing is known of it."""
+        names = (self.decode.name, self.prefill.name if self.prefill else None)
+        found = (one.ttft_s for one in self.considered if (one.decode, one.prefill) == names)
+        return next(found, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:

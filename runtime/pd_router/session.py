@@ -21,6 +21,7 @@ from pd_router.admission import (
 )
 from pd_router.costs import soonest
 from pd_router.fleet import Role, WorkerId, WorkerView
+from pd_router.hedging import Hedging
 from pd_router.hooks import MetricsHooks, NoHooks
 from pd_router.moves import (
     Action,
@@ -29,6 +30,7 @@ from pd_router.moves import (
     CloseSide,
     Done,
     Fail,
+    Hedged,
     OpenDecode,
     OpenPrefill,
     Retried,
@@ -70,6 +72,7 @@ class Sessions:
         """`draw`: chance, for policies that need some."""
         self.workers = workers
         self.routing = routing or Routing()
+        self.hedging = Hedging(self.routing.hedge)
         self._draw = draw
         self._choices = itertools.count()
         self._looking: asyncio.TimerHandle | None = None
@@ -98,6 +101,7 @@ class Sessions:
             raise RequestFailure(verdict.kind, verdict.message, verdict.retry_after_s)
         generation = RunningGeneration(self, request, sink, self.admission.patience_s(ticket.sla))
         self._live[request.request_id] = generation
+        self.hedging.in_flight = len(self._live)
         self._idle.clear()
         if verdict is Verdict.ADMITTED:
             self.loop.call_soon(generation.admitted)
@@ -144,6 +148,7 @@ class Sessions:
         """A generation is over: its place goes to those who wait."""
         if self._live.pop(request_id, None) is None:
             return
+        self.hedging.in_flight = len(self._live)
         for admitted in self.admission.release(request_id):
             waiting = self._live.get(admitted)
             if waiting is not None:
@@ -282,7 +287,7 @@ class RunningGeneration:
             choices=request.choices,
         )
         placer = _Placer(sessions, request)
-        self.walk = Walk(request, placer, self._timeline, sessions.config)
+        self.walk = Walk(request, placer, self._timeline, sessions.config, sessions.hedging)
         self.works: dict[Side, Work] = {}
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
         self._started = False
@@ -369,6 +374,8 @@ class RunningGeneration:
                     self._note_retry(failure)
                 case Blamed(workers=workers, failure=failure, at=at):
                     self._sessions.workers.blame(workers, failure, at)
+                case Hedged(won=won):
+                    self._sessions.hooks.on_hedge(won=won)
                 case Done():
                     self._end(None, tell=True)
                 case Fail(failure=failure):

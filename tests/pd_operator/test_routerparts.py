@@ -67,6 +67,18 @@ def test_the_router_reads_what_is_written() -> None:
     assert read.promises.limit.burst_s == 5
 
 
+@pytest.mark.parametrize(
+    ("written", "after_s", "share"),
+    [({}, None, 0.05), ({"after": "500ms"}, 0.5, 0.05), ({"after": "2s", "share": 0.1}, 2.0, 0.1)],
+)
+def test_hedges_are_asked_for(written: dict[str, Any], after_s: float | None, share: float) -> None:
+    places = ["--model=m", "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    assert router_settings.parse(places).routing.hedge is None
+    read = router_settings.parse([*flags(routing={"hedge": written}), *places])
+    assert read.routing.hedge is not None
+    assert (read.routing.hedge.after_s, read.routing.hedge.share) == (after_s, share)
+
+
 def test_a_promise_between_tokens_is_that_of_the_default_class() -> None:
     def read(**spec: Any) -> router_settings.Settings:
         given = api.parse(document(**{"spec.slo": {"tpot": {"target": "60ms"}}, **spec}))
