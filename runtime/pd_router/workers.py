@@ -78,6 +78,7 @@ class _Record:
     draining: bool = False
     lapsed: bool = False
     heartbeats: int = 0
+    routers: int = 0  # that it counts; 0: it doesn't
 
     @property
     def why_unusable(self) -> str | None:
@@ -155,7 +156,8 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._certificates = certificates
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
-        self.routers = 1.0  # that share these workers, as far as this one can see
+        self._guess = 1.0  # of routers, where no worker counts them
+        self._told = 0
         self._records: dict[WorkerId, _Record] = {}
         self._bundles: dict[str, Bundle] = {}
         self._current: Bundle | None = None
@@ -199,6 +201,12 @@ class Workers(engine_pb2_grpc.ControlServicer):
     def view(self, worker: WorkerId) -> WorkerView | None:
         record = self._records.get(worker)
         return record.view if record is not None else None
+
+    @property
+    def routers(self) -> float:
+        """How many share these workers: as workers count them, never fewer than this one's own
+        processes. Workers that are older than that leave it to be seen in the load."""
+        return max(float(self._told or self._guess), float(len(self.config.control_ports)), 1.0)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back whenever a worker has become usable."""
@@ -431,7 +439,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.progress.heartbeat(record.view.load, load, now):
             record.breaker.alive(now)
         record.view.report(load)
-        self.routers += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self.routers)
+        record.routers = beat.routers
+        self._told = max(self._told, beat.routers)
+        if not self._told:
+            self._guess += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self._guess)
         self.prefixes.update(
             record.view.id, beat.prefix_gained, beat.prefix_lost, reset=beat.prefix_reset
         )
@@ -507,6 +518,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
                     self._check(record, now)
                 except Exception:  # one worker's trouble must not end the watch over all
                     log.exception("worker=%s cannot be checked", record.view.id.name)
+            # One that has just started may not know them all yet; one that has left, does no more.
+            heard = (r.routers for r in self._records.values() if r.stream and not r.lapsed)
+            self._told = max(heard, default=0)
             if now - renewed >= self.config.renew_s:
                 renewed = now
                 for record in self._records.values():

@@ -1,6 +1,8 @@
 """Covers costs, routing, affinity and what worker views learn: predictions in seconds, the
 choice whether to disaggregate, sessions, several routers, and the policies by name."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -178,6 +180,18 @@ def test_routers_that_know_the_same_do_not_herd() -> None:
         chosen = [getattr(one, side).name for one in many]
         assert max(chosen.count(name) for name in chosen) <= 40
         assert "7" not in {name[-1] for name in chosen}, "never the worst of two"
+
+
+def test_two_routers_draw_among_equals_and_one_takes_the_lowest() -> None:
+    workers = [*[big_p(n) for n in range(4)], *[big_d(n) for n in range(4)]]
+    rng = random.Random(1)
+    many = [put(*workers, chance=Chance(rng.getrandbits(48), n, 2.0)) for n in range(200)]
+    for side in ("decode", "prefill"):
+        chosen = Counter(getattr(one, side).name for one in many)
+        assert len(chosen) == 4
+        assert max(chosen.values()) <= 80, chosen
+    alone = {names(put(*workers, chance=Chance(rng.getrandbits(48), n))) for n in range(50)}
+    assert alone == {("d-0", "p-0")}
 
 
 def test_drawn_workers_do_not_hide_a_cached_prefix() -> None:
