@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_proto.v1 import engine_pb2 as pb
-from pd_router import policy, wire
+from pd_router import wire
 from pd_router.admission import (
     UNKNOWN,
     Admission,
@@ -19,8 +19,8 @@ from pd_router.admission import (
     Verdict,
     displaced_failure,
 )
-from pd_router.costs import soonest
-from pd_router.fleet import Role, WorkerId, WorkerView
+from pd_router.costs import Need, outlook
+from pd_router.fleet import Role, WorkerView
 from pd_router.hedging import Hedging
 from pd_router.hooks import MetricsHooks, NoHooks
 from pd_router.moves import (
@@ -33,13 +33,13 @@ from pd_router.moves import (
     Hedged,
     OpenDecode,
     OpenPrefill,
+    Placer,
     Retried,
     Side,
     Token,
     WalkConfig,
 )
-from pd_router.policy import Exclusions, Need, Placement, Unplaced
-from pd_router.prefixes import PromptHashes
+from pd_router.placing import RequestPlacer, first_need
 from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
 from pd_router.types import GenerateRequest, Sink, Timeline
@@ -89,17 +89,19 @@ class Sessions:
     def start(self, request: GenerateRequest, sink: Sink) -> "RunningGeneration":
         """Raises RequestFailure when refused at once. Calls the sink only after returning."""
         self._refuse(request)
-        ticket = self._ticket(request)
+        placer = RequestPlacer(self.workers, self.routing, self.chance, request)
+        ticket = self._ticket(request, placer)
         verdict = self.admission.offer(
             request.request_id,
             ticket=ticket,
-            outlook=self._outlook(),
+            outlook=self._outlook(first_need(request), ticket.work),
             now=time.monotonic(),
             routers=self.workers.routers,
         )
         if isinstance(verdict, Failure):
             raise RequestFailure(verdict.kind, verdict.message, verdict.retry_after_s)
-        generation = RunningGeneration(self, request, sink, self.admission.patience_s(ticket.sla))
+        patience_s = self.admission.patience_s(ticket.sla)
+        generation = RunningGeneration(self, request, sink, patience_s, placer)
         self._live[request.request_id] = generation
         self.hedging.in_flight = len(self._live)
         self._idle.clear()
@@ -158,7 +160,7 @@ class Sessions:
             self._idle.set()
         self.hooks.on_end(timeline, failure)
 
-    def _ticket(self, request: GenerateRequest) -> Ticket:
+    def _ticket(self, request: GenerateRequest, placer: RequestPlacer) -> Ticket:
         """What it is to admission. Raises for a class that there isn't."""
         promises = self.admission.config.promises
         sla = promises.named(request.sla)
@@ -168,17 +170,19 @@ class Sessions:
             raise RequestFailure(FailureKind.INVALID_REQUEST, message)
         prompt = len(request.token_ids)
         asked = prompt + request.sampling.max_tokens * request.choices
-        return Ticket(request.request_id, sla, request.tenant, prompt, request.priority, asked)
+        # Without goals nobody asks how long computing takes: the prompt is weight enough.
+        work = placer.uncached() if self.admission.holds_back else prompt
+        return Ticket(request.request_id, sla, request.tenant, work, request.priority, asked)
 
     def tpot_s(self, sla: str | None) -> float | None:
         """What a class is promised; None for nothing."""
         named = self.admission.config.promises.named(sla)
         return None if named is None else named.tpot_s
 
-    def _outlook(self) -> Outlook:
+    def _outlook(self, need: Need | None = None, work: float = 0.0) -> Outlook:
         if not self.admission.holds_back:
             return UNKNOWN
-        return Outlook(*soonest(self.workers.views()))
+        return Outlook(*outlook(self.workers.views(), need, work))
 
     def _look_again(self) -> None:
         """Requests are held back until the workers' queues are short: time changes that."""
@@ -235,45 +239,16 @@ def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
     )
 
 
-class _Placer:
-    """The policy over the workers of the moment, for one request (`moves.Placer`)."""
-
-    __slots__ = ("_hashed", "_hashes", "_salt", "_sessions", "_workers")
-
-    def __init__(self, sessions: Sessions, request: GenerateRequest) -> None:
-        self._sessions = sessions
-        self._workers = sessions.workers
-        self._salt = request.cache_salt
-        self._hashed = request.token_ids
-        self._hashes = PromptHashes(request.token_ids, request.cache_salt)
-
-    def __call__(
-        self,
-        need: Need,
-        exclusions: Exclusions,
-        token_ids: tuple[int, ...],
-        decode_at: WorkerId | None,
-    ) -> Placement | Unplaced:
-        if self._hashed is not token_ids:
-            self._hashed = token_ids
-            self._hashes = PromptHashes(token_ids, self._salt)
-        hashes, prefixes = self._hashes, self._workers.prefixes
-        return policy.place(
-            need,
-            self._workers.views(),
-            lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
-            exclusions,
-            decode_at,
-            routing=self._sessions.routing,
-            chance=self._sessions.chance(),
-        )
-
-
 class RunningGeneration:
     """One request that runs (`types.Generation`)."""
 
     def __init__(
-        self, sessions: Sessions, request: GenerateRequest, sink: Sink, patience_s: float
+        self,
+        sessions: Sessions,
+        request: GenerateRequest,
+        sink: Sink,
+        patience_s: float,
+        placer: Placer,
     ) -> None:
         """`patience_s`: how long it may wait in admission."""
         self._sessions = sessions
@@ -286,7 +261,6 @@ class RunningGeneration:
             prompt_tokens=len(request.token_ids),
             choices=request.choices,
         )
-        placer = _Placer(sessions, request)
         self.walk = Walk(request, placer, self._timeline, sessions.config, sessions.hedging)
         self.works: dict[Side, Work] = {}
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
@@ -522,6 +496,9 @@ class SideHandler:
     def granted(self, event: pb.Granted, now: float) -> None:
         generation = self._generation
         try:
+            work = generation.works.get(self._side)
+            if work is not None:
+                work.holds(now)
             granted = wire.granted_from_pb(event)
             generation.feed(generation.walk.granted(self._side, granted, now))
         except Exception as error:
@@ -536,6 +513,8 @@ class SideHandler:
                 generation.computed(work)
                 if self._side.prefill:
                     work.expect_no_steps()
+                else:
+                    work.holds(now)
             prefilled = wire.prefilled_from_pb(event)
             generation.feed(generation.walk.prefilled(self._side, prefilled, now))
         except Exception as error:

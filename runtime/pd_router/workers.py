@@ -101,7 +101,10 @@ class _Record:
 class Work:
     """One side of a request at a worker: its handle, and its share in the load's books."""
 
-    __slots__ = ("_blocks", "_expecting", "_sequences", "_tokens", "handle", "probe", "record")
+    __slots__ = (
+        *("_blocks", "_expecting", "_holds_since", "_sequences", "_tokens"),
+        *("handle", "probe", "record"),
+    )
 
     def __init__(
         self, record: _Record, handle: int, tokens: int, blocks: int, sequences: int
@@ -112,6 +115,7 @@ class Work:
         self._blocks = blocks
         self._sequences = sequences
         self._expecting = False
+        self._holds_since: float | None = None
         record.view.assign_prefill(tokens)
         record.view.assign_decode(blocks, sequences)
         self.probe = record.breaker.sent()
@@ -124,6 +128,11 @@ class Work:
         if not self._expecting:
             self._expecting = True
             self.record.progress.expect(time.monotonic())
+
+    def holds(self, now: float) -> None:
+        """It has its room there, from now on at the latest."""
+        if self._holds_since is None:
+            self._holds_since = now
 
     def carried(self, kv_bytes: int, transfer_s: float) -> None:
         """KV has come to this worker: how fast its link is."""
@@ -144,6 +153,8 @@ class Work:
         self.expect_no_steps()
         self.prefill_over()
         self.record.view.end_decode(self._blocks, self._sequences)
+        if self._holds_since is not None:
+            self.record.view.stayed(time.monotonic() - self._holds_since)
         if self.probe:
             self.record.breaker.probe_over()
 

@@ -45,6 +45,47 @@ def test_a_promise_that_cannot_be_kept_is_refused_and_others_wait(run: Run) -> N
     run(body())
 
 
+def test_decode_without_room_is_a_reason_too(run: Run) -> None:
+    async def body() -> None:
+        async with rig(admission=AdmissionConfig(promises=PROMISES)) as r:
+            await r.add("prefill", "p-0")
+            decode = await r.add("decode", "d-0")
+            await r.complete(sla="fast")
+            view = next(v for v in r.workers.views() if v.id.name == "d-0")
+            assert view.stay_s > 0, "how long it kept its room"
+            view.stay_s = 100.0
+            decode.load.kv_free = 0
+            decode.load.waiting_grants = 5
+            await until(lambda: view.load.waiting_grants == 5)
+            with pytest.raises(RequestFailure, match="the first token would take") as caught:
+                r.start(sla="fast")
+            assert caught.value.failure.kind is FailureKind.OVERLOADED
+            decode.load.kv_free = decode.kv_blocks
+            decode.load.waiting_grants = 0
+            await until(lambda: view.load.waiting_grants == 0)
+            await r.complete(sla="fast")
+
+    run(body())
+
+
+def test_what_is_cached_need_not_be_computed(run: Run) -> None:
+    prompt = tuple(range(1, 402))  # 400 tokens of it are whole blocks
+
+    async def body() -> None:
+        async with rig(admission=AdmissionConfig(promises=PROMISES)) as r:
+            prefill = await r.add("prefill", "p-0")
+            await r.add("decode", "d-0")
+            view = next(v for v in r.workers.views() if v.id.name == "p-0")
+            view.tokens_per_s = 100.0  # four seconds for all of it
+            with pytest.raises(RequestFailure, match=r"would take 4\.0 s"):
+                r.start(prompt=prompt, sla="fast")
+            prefill.gained = prefill.known_prefix(prompt)
+            await until(lambda: r.workers.prefixes.count(view.id) == 100)
+            await r.complete(prompt=prompt, sla="fast")
+
+    run(body())
+
+
 def test_an_unknown_class_and_a_rate(run: Run) -> None:
     async def body() -> None:
         promises = Promises((SlaClass("one"),), RateLimit(requests_per_minute=1, burst_s=1))
