@@ -148,8 +148,10 @@ class Sessions:
 
     def ended(self, request_id: str, timeline: Timeline, failure: Failure | None) -> None:
         """A generation is over: its place goes to those who wait."""
-        if self._live.pop(request_id, None) is None:
+        ended = self._live.pop(request_id, None)
+        if ended is None:
             return
+        self.admission.give_back(ended.request.tenant, ended.unused)
         self.hedging.in_flight = len(self._live)
         for admitted in self.admission.release(request_id):
             waiting = self._live.get(admitted)
@@ -172,7 +174,10 @@ class Sessions:
         asked = prompt + request.sampling.max_tokens * request.choices
         # Without goals nobody asks how long computing takes: the prompt is weight enough.
         work = placer.uncached() if self.admission.holds_back else prompt
-        return Ticket(request.request_id, sla, request.tenant, work, request.priority, asked)
+        return Ticket(
+            *(request.request_id, sla, request.tenant, work, request.priority, asked),
+            weight=promises.weight_of(request.tenant),
+        )
 
     def tpot_s(self, sla: str | None) -> float | None:
         """What a class is promised; None for nothing."""
@@ -285,6 +290,14 @@ class RunningGeneration:
     def started(self) -> bool:
         """Its turn has come; before that it waits in admission."""
         return self._started
+
+    @property
+    def unused(self) -> int:
+        """Tokens that it could have had computed or put out, and hasn't."""
+        request = self._request
+        out = sum(len(self.walk.emitted(choice)) for choice in range(request.choices))
+        prompt = 0 if self._started else len(request.token_ids)
+        return prompt + request.sampling.max_tokens * request.choices - out
 
     def cancel(self) -> None:
         if not self._over:

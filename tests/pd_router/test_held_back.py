@@ -10,7 +10,7 @@ import pytest
 
 from pd_core.failures import FailureKind, RequestFailure
 from pd_router.admission import AdmissionConfig
-from pd_router.classes import Promises, RateLimit, SlaClass
+from pd_router.classes import Client, Promises, RateLimit, SlaClass
 from tests.pd_router.rig import rig, until
 
 Run = Callable[[Any], Any]
@@ -100,6 +100,54 @@ def test_an_unknown_class_and_a_rate(run: Run) -> None:
             assert caught.value.failure.retry_after_s == 60
             await r.complete(tenant="b")
             await r.nothing_held()
+
+    run(body())
+
+
+def test_output_that_was_not_put_out_comes_back(run: Run) -> None:
+    """A tenant may have a thousand tokens at once, and each request may put out eight hundred."""
+    limit = RateLimit(tokens_per_minute=0.6, burst_s=100_000.0)
+
+    async def body() -> None:
+        async with rig(admission=AdmissionConfig(promises=Promises(limit=limit))) as r:
+            await r.add("prefill", "p-0")
+            decode = await r.add("decode", "d-0")
+            gate = decode.gate("decode")
+            for _ in range(9):  # each has used its prompt and a token
+                _, sink, running = r.start(tenant="a", max_tokens=800)
+                await sink.first_token()
+                with pytest.raises(RequestFailure, match="rate limit"):
+                    r.start(tenant="a", max_tokens=800)
+                running.cancel()
+            gate.set()
+            decode.eos_at = 3
+            _, sink, _ = r.start(tenant="a", max_tokens=800)
+            await sink.wait()
+            assert sink.done
+            _, sink, _ = r.start(tenant="a", max_tokens=800)
+            await sink.wait()
+            assert sink.done
+
+    run(body())
+
+
+def test_a_clients_weight_counts_in_the_queue(run: Run) -> None:
+    promises = Promises(clients={"heavy": Client(weight=3.0), "light": Client()})
+
+    async def body() -> None:
+        async with rig(admission=AdmissionConfig(max_running=1, promises=promises)) as r:
+            worker = await r.add("both", "b-0")
+            gate = worker.gate("prefill")
+            begun = [r.start()]
+            for _ in range(12):
+                begun += [r.start(tenant=name, max_tokens=1) for name in ("light", "heavy")]
+            gate.set()
+            for _, sink, _ in begun:
+                await sink.wait()
+            ended = [
+                request for line, _ in r.hooks.ends for request, _, g in begun if g.timeline is line
+            ]
+            assert Counter(one.tenant for one in ended[1:13]) == {"heavy": 9, "light": 3}
 
     run(body())
 
