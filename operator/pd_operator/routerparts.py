@@ -96,7 +96,7 @@ def _routing(node: Node) -> list[str]:
 
 def _hedge(node: Node) -> list[str]:
     after_s = node.duration("after", 0.0, 0.01, _LONGEST_GOAL_S)
-    share = node.number("maxShare", 0.05, 0, 0.5)
+    share = node.number("budget", 0.05, 0, 0.5)
     node.close()
     made = f"--hedge={after_s:g}" if after_s else "--hedge=auto"
     return [made, *([f"--hedge-share={share:g}"] if share != 0.05 else [])]

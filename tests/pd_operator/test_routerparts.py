@@ -72,7 +72,7 @@ def test_the_router_reads_what_is_written() -> None:
     [
         ({}, None, 0.05),
         ({"after": "500ms"}, 0.5, 0.05),
-        ({"after": "2s", "maxShare": 0.1}, 2.0, 0.1),
+        ({"after": "2s", "budget": 0.1}, 2.0, 0.1),
     ],
 )
 def test_hedges_are_asked_for(written: dict[str, Any], after_s: float | None, share: float) -> None:
