@@ -26,6 +26,8 @@ _FULL_WAIT_S = 2.0
 """For each request that waits for KV room: somebody has to end first."""
 FOLLOWERS = 2.0
 """As many wait behind a prompt on a worker that is never idle."""
+_ROOM_MARGIN = 1.5
+"""Answers end when they end: of what is predicted for the mean a third would be late."""
 _HANDOVER_S = 0.005
 """Grant, seal and commit, whatever the size."""
 _CHUNK_TOKENS = 512
@@ -146,6 +148,36 @@ def soonest(workers: Iterable[WorkerView]) -> tuple[float, float]:
     speeds = [w.tokens_per_s or known for w in computing]
     waits = (w.pending_tokens / speed for w, speed in zip(computing, speeds, strict=True))
     return min(waits, default=0.0), sum(speeds)
+
+
+def outlook(
+    workers: Iterable[WorkerView], need: Need | None = None, work: float = 0.0
+) -> tuple[float, float]:
+    """As `soonest`, but where decode lacks room for `need` (None: for anything) until it has
+    some, and not faster than requests like this one, of `work` tokens to compute, get theirs."""
+    usable = [w for w in workers if w.usable]
+    begins_s, tokens_per_s = soonest(usable)
+    decoding = [w for w in usable if w.role is not Role.PREFILL]
+    room_s = min((_until_room_s(w, need) for w in decoding), default=0.0)
+    if room_s > 0 and need is not None:
+        freed = sum(_freed(w) / need.reserve_blocks(w) for w in decoding)  # requests a second
+        tokens_per_s = min(tokens_per_s, freed * work)
+    return max(begins_s, room_s), tokens_per_s
+
+
+def _until_room_s(worker: WorkerView, need: Need | None) -> float:
+    """Until a worker has room for one more, behind those that wait; 0 also where nothing is
+    known of how long requests keep theirs. Who waits is taken for one like this."""
+    blocks = need.reserve_blocks(worker) if need is not None else 1
+    waiting = worker.load.waiting_grants * blocks
+    short = worker.kv_used + waiting + blocks - worker.kv_blocks
+    freed = _freed(worker)
+    return _ROOM_MARGIN * short / freed if short > 0 and freed > 0 else 0.0
+
+
+def _freed(worker: WorkerView) -> float:
+    """Blocks a second that come back: those in use, each once in a request's stay."""
+    return worker.load.kv_used / worker.stay_s if worker.stay_s > 0 else 0.0
 
 
 def _middle(known: Sequence[float], otherwise: float) -> float:

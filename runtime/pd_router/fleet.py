@@ -14,6 +14,7 @@ _NO_ORDINAL = 1 << 30
 _TELLING_STEP_TOKENS = 64
 _SPEED_MEMORY = 0.9  # of what was measured before, a heartbeat with news
 _STEP_MEMORY = 0.8
+_STAY_MEMORY = 0.95
 _LINK_FADE = 0.99
 _TELLING_SEQUENCES = 4
 _MOST_ROUTERS = 16.0
@@ -100,6 +101,7 @@ class WorkerView:
     kv_layers: int = 1
     step_s: float = 0.0  # decode: mean of late, at `step_fill`
     step_fill: float = 0.0  # share of the KV pool that was in use
+    stay_s: float = 0.0  # decode: how long a request keeps its room, of late; 0: unknown
     link_bytes_s: float = 0.0  # the fastest hand-over into it of late; 0: none yet
     own_running: int = 0  # sequences of this router
     own_tokens: int = 0  # prompt tokens of this router that it computes now
@@ -158,6 +160,11 @@ class WorkerView:
         the fastest counts, and fades."""
         if transfer_s > 0 and kv_bytes >= _TELLING_TRANSFER_BYTES:
             self.link_bytes_s = max(self.link_bytes_s * _LINK_FADE, kv_bytes / transfer_s)
+
+    def stayed(self, seconds: float) -> None:
+        """A request of this router gave its room back."""
+        kept = _STAY_MEMORY if self.stay_s else 0.0
+        self.stay_s = kept * self.stay_s + (1 - kept) * seconds
 
     def _learn(self, load: LoadReport) -> None:
         measured = load.tokens_per_s_since(self.load)

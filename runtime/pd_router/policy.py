@@ -2,7 +2,8 @@
 
 The default policy takes what promises the whole answer soonest (`costs`), of the workers
 that may be taken at all; those named in `routing` go by one thing alone. Ties go to the
-lower ordinal, which scale-in takes last. Every choice says why, with its candidates.
+lower ordinal, which scale-in takes last, unless other routers would take it too. Every
+choice says why, with its candidates.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,13 @@ class Placement:
     compute_tokens: int  # uncached prompt tokens for whoever prefills
     reason: str
     considered: tuple[Considered, ...] = ()
+
+    @property
+    def expected_s(self) -> float:
+        """How long until token 0; 0: nothing is known of it."""
+        names = (self.decode.name, self.prefill.name if self.prefill else None)
+        found = (one.ttft_s for one in self.considered if (one.decode, one.prefill) == names)
+        return next(found, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +121,11 @@ class _Option:
     ttft_s: float
     total_s: float
 
-    @property
-    def key(self) -> tuple[bool, float, int, int, int]:
+    def key(self, chance: Chance) -> tuple[bool, float, int, int, int]:
         here, there = self.decode, self.prefill.worker
         other = not self.local and there.revision != here.revision
-        return (other, round(self.total_s, 6), here.running, here.ordinal, there.ordinal)
+        turns = chance.turn_of(here.ordinal), chance.turn_of(there.ordinal)
+        return (other, round(self.total_s, 6), here.running, *turns)
 
 
 class _Choice:
@@ -153,9 +161,12 @@ class _Choice:
         else:
             shortlist, why = [self._by_name(liked)], self._routing.policy.replace("_", " ")
         options = [o for w in shortlist for o in self._options(w, may_be_local=may_be_local)]
-        chosen = options[0] if len(options) == 1 else min(options, key=lambda option: option.key)
+        chosen = options[0] if len(options) == 1 else self._soonest(options)
         chosen = self._unless_local_gains_little(chosen, options)
         return self._placement(chosen, options, liked, why)
+
+    def _soonest(self, options: Sequence[_Option]) -> _Option:
+        return min(options, key=lambda option: option.key(self._chance))
 
     # ---- decode -------------------------------------------------------------------------
 
@@ -168,7 +179,11 @@ class _Choice:
         return (worker.id in self._exclusions.disliked, alone)
 
     def _decode_key(self, worker: WorkerView) -> tuple[float, int, int]:
-        return (round(self._decode_cost(worker), 6), worker.running, worker.ordinal)
+        return (
+            round(self._decode_cost(worker), 6),
+            worker.running,
+            self._chance.turn_of(worker.ordinal),
+        )
 
     def _decode_cost(self, worker: WorkerView) -> float:
         known = self._decode_s.get(worker.id)
@@ -258,7 +273,8 @@ class _Choice:
             return drawn if holder in drawn or not self._cached_at(holder) else [*drawn, holder]
         found = {w.id: self._prefill(w) for w in partners}
         costs = {at: round(p.ready_s + self._costs.delay(p), 6) for at, p in found.items()}
-        return sorted(partners, key=lambda w: (costs[w.id], w.ordinal))[:_SHORTLIST]
+        turn_of = self._chance.turn_of
+        return sorted(partners, key=lambda w: (costs[w.id], turn_of(w.ordinal)))[:_SHORTLIST]
 
     def _prefill_by_name(self, partners: Sequence[WorkerView]) -> WorkerView:
         policy, ordered = self._routing.policy, sorted(partners, key=lambda w: w.ordinal)
@@ -302,7 +318,7 @@ class _Choice:
         remote = [o for o in options if not o.local and o.decode.id == best.decode.id]
         if not remote:
             return best
-        other = min(remote, key=lambda option: option.key)
+        other = self._soonest(remote)
         gain_s = other.total_s - best.total_s
         enough_s = max(_LOCAL_GAIN_S, _LOCAL_GAIN * other.ttft_s)
         return best if gain_s > enough_s else other

@@ -78,6 +78,7 @@ class _Record:
     draining: bool = False
     lapsed: bool = False
     heartbeats: int = 0
+    routers: int = 0  # that it counts; 0: it doesn't
 
     @property
     def why_unusable(self) -> str | None:
@@ -100,51 +101,62 @@ class _Record:
 class Work:
     """One side of a request at a worker: its handle, and its share in the load's books."""
 
-    __slots__ = ("_blocks", "_expecting", "_probe", "_record", "_sequences", "_tokens", "handle")
+    __slots__ = (
+        *("_blocks", "_expecting", "_holds_since", "_sequences", "_tokens"),
+        *("handle", "probe", "record"),
+    )
 
     def __init__(
         self, record: _Record, handle: int, tokens: int, blocks: int, sequences: int
     ) -> None:
-        self._record = record
+        self.record = record
         self.handle = handle
         self._tokens = tokens
         self._blocks = blocks
         self._sequences = sequences
         self._expecting = False
+        self._holds_since: float | None = None
         record.view.assign_prefill(tokens)
         record.view.assign_decode(blocks, sequences)
-        self._probe = record.breaker.sent()
+        self.probe = record.breaker.sent()
 
     def send(self, command: pb.Command) -> None:
-        self._record.link.send(command)
+        self.record.link.send(command)
 
     def expect_steps(self) -> None:
         """From now on the worker has something to compute for this request."""
         if not self._expecting:
             self._expecting = True
-            self._record.progress.expect(time.monotonic())
+            self.record.progress.expect(time.monotonic())
+
+    def holds(self, now: float) -> None:
+        """It has its room there, from now on at the latest."""
+        if self._holds_since is None:
+            self._holds_since = now
 
     def carried(self, kv_bytes: int, transfer_s: float) -> None:
         """KV has come to this worker: how fast its link is."""
-        self._record.view.carried(kv_bytes, transfer_s)
+        self.record.view.carried(kv_bytes, transfer_s)
 
     def prefill_over(self) -> None:
-        self._record.view.end_prefill(self._tokens)
+        self.record.view.end_prefill(self._tokens)
         self._tokens = 0
 
     def expect_no_steps(self) -> None:
         if self._expecting:
             self._expecting = False
-            self._record.progress.expect_no_more()
+            self.record.progress.expect_no_more()
 
     def release(self, *, cancel: bool) -> None:
         """The side is over; `cancel` tells the worker. Once."""
-        self._record.link.release(self.handle, cancel=cancel)
+        self.record.link.release(self.handle, cancel=cancel)
         self.expect_no_steps()
         self.prefill_over()
-        self._record.view.end_decode(self._blocks, self._sequences)
-        if self._probe:
-            self._record.breaker.probe_over()
+        self.record.view.end_decode(self._blocks, self._sequences)
+        if self._holds_since is not None:
+            self.record.view.stayed(time.monotonic() - self._holds_since)
+        if self.probe:
+            self.record.breaker.probe_over()
 
 
 class Workers(engine_pb2_grpc.ControlServicer):
@@ -155,7 +167,8 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._certificates = certificates
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
-        self.routers = 1.0  # that share these workers, as far as this one can see
+        self._guess = 1.0  # of routers, where no worker counts them
+        self._told = 0
         self._records: dict[WorkerId, _Record] = {}
         self._bundles: dict[str, Bundle] = {}
         self._current: Bundle | None = None
@@ -200,6 +213,12 @@ class Workers(engine_pb2_grpc.ControlServicer):
         record = self._records.get(worker)
         return record.view if record is not None else None
 
+    @property
+    def routers(self) -> float:
+        """How many share these workers: as workers count them, never fewer than this one's own
+        processes. Workers that are older than that leave it to be seen in the load."""
+        return max(float(self._told or self._guess), float(len(self.config.control_ports)), 1.0)
+
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back whenever a worker has become usable."""
         self._on_change.append(callback)
@@ -219,6 +238,34 @@ class Workers(engine_pb2_grpc.ControlServicer):
         work = Work(record, handle, tokens, blocks, sequences)
         self._refresh(record)
         return work
+
+    def computed(self, work: Work) -> None:
+        """The worker has computed something for this request."""
+        record = work.record
+        if record.breaker.succeeded(probe=work.probe):
+            log.info("worker=%s works again", record.view.id.name)
+            self._refresh(record)
+
+    def blame(self, workers: tuple[WorkerId, ...], failure: Failure, now: float) -> None:
+        """An attempt failed by the fault of one of these."""
+        for worker in workers:
+            record = self._records.get(worker)
+            if record is None or not record.breaker.failed(1 / len(workers), now):
+                continue
+            if self._spares(record):
+                why = f"too many of its requests failed, the last one: {failure.message}"
+                record.breaker.trip(why, now, faulty=True)
+                log.warning("worker=%s gets no new requests: %s", worker.name, why)
+                self._refresh(record)
+
+    def _spares(self, record: _Record) -> bool:
+        """Whether requests could do without it. Where all fail alike, who still tries is
+        better than nobody."""
+        return any(
+            other.view.usable and other.view.role is not Role.PREFILL
+            for other in self._records.values()
+            if other is not record
+        )
 
     # ---- for the HTTP side ----------------------------------------------------------------
 
@@ -403,7 +450,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.progress.heartbeat(record.view.load, load, now):
             record.breaker.alive(now)
         record.view.report(load)
-        self.routers += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self.routers)
+        record.routers = beat.routers
+        self._told = max(self._told, beat.routers)
+        if not self._told:
+            self._guess += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self._guess)
         self.prefixes.update(
             record.view.id, beat.prefix_gained, beat.prefix_lost, reset=beat.prefix_reset
         )
@@ -479,6 +529,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
                     self._check(record, now)
                 except Exception:  # one worker's trouble must not end the watch over all
                     log.exception("worker=%s cannot be checked", record.view.id.name)
+            # One that has just started may not know them all yet; one that has left, does no more.
+            heard = (r.routers for r in self._records.values() if r.stream and not r.lapsed)
+            self._told = max(heard, default=0)
             if now - renewed >= self.config.renew_s:
                 renewed = now
                 for record in self._records.values():

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 class Process(engine_pb2_grpc.ControlServicer):
     """One process of a router."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: str = "") -> None:
+        self.epoch = epoch
+        self.counts: list[int] = []  # of routers, by heartbeat
         self.control_ports: list[int] = []
         self.beat = asyncio.Event()
         self.gone = asyncio.Event()
@@ -34,11 +36,14 @@ class Process(engine_pb2_grpc.ControlServicer):
     async def Announce(self, requests: AsyncIterator[pb.WorkerReport], context: Any) -> None:
         hello = await anext(aiter(requests))
         assert hello.hello.worker == "w"
-        welcome = pb.Welcome(heartbeat_s=0.05, control_ports=self.control_ports)
+        welcome = pb.Welcome(
+            heartbeat_s=0.05, control_ports=self.control_ports, router_epoch=self.epoch
+        )
         await context.write(pb.RouterNotice(welcome=welcome))
         try:
             async for report in requests:
                 assert report.HasField("heartbeat")
+                self.counts.append(report.heartbeat.routers)
                 self.beat.set()
         finally:
             self.gone.set()
@@ -73,6 +78,34 @@ def test_each_process_of_a_router_is_told() -> None:
             async with asyncio.timeout(20):
                 for process in processes:
                     await process.beat.wait()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for process in processes:
+                await process.server.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_heartbeats_say_how_many_routers_there_are() -> None:
+    """Each counts once, whatever addresses it has; one that goes is counted no more."""
+
+    async def scenario() -> None:
+        processes = [Process("a"), Process("a"), Process("b")]
+        ports = [await process.start() for process in processes]
+        processes[0].control_ports = ports
+        running = asyncio.create_task(announcer(ports[0]).run())
+
+        async def told(number: int) -> None:
+            while processes[0].counts[-1:] != [number]:
+                processes[0].beat.clear()
+                await processes[0].beat.wait()
+
+        try:
+            async with asyncio.timeout(20):
+                await told(2)
+                await processes[2].server.stop(0)
+                await told(1)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -67,6 +67,22 @@ def test_the_router_reads_what_is_written() -> None:
     assert read.promises.limit.burst_s == 5
 
 
+@pytest.mark.parametrize(
+    ("written", "after_s", "share"),
+    [
+        ({}, None, 0.05),
+        ({"after": "500ms"}, 0.5, 0.05),
+        ({"after": "2s", "budget": 0.1}, 2.0, 0.1),
+    ],
+)
+def test_hedges_are_asked_for(written: dict[str, Any], after_s: float | None, share: float) -> None:
+    places = ["--model=m", "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    assert router_settings.parse(places).routing.hedge is None
+    read = router_settings.parse([*flags(routing={"hedge": written}), *places])
+    assert read.routing.hedge is not None
+    assert (read.routing.hedge.after_s, read.routing.hedge.share) == (after_s, share)
+
+
 def test_a_promise_between_tokens_is_that_of_the_default_class() -> None:
     def read(**spec: Any) -> router_settings.Settings:
         given = api.parse(document(**{"spec.slo": {"tpot": {"target": "60ms"}}, **spec}))
@@ -83,7 +99,7 @@ def test_api_keys_come_from_a_mounted_secret() -> None:
     keys = {
         "secret": "chat-keys",
         "clients": [
-            {"name": "team-a", "class": "vip", "limits": {"requestsPerMinute": 30}},
+            {"name": "team-a", "class": "vip", "limits": {"requestsPerMinute": 30}, "weight": 2},
             {"name": "Team_b.key"},
         ],
     }
@@ -106,7 +122,8 @@ def test_api_keys_come_from_a_mounted_secret() -> None:
     assert mount == {"name": "api-keys", "mountPath": str(read.api_keys), "readOnly": True}
     assert volume["secret"] == {"secretName": "chat-keys", "optional": True}
     client = read.promises.clients["team-a"]
-    assert client.sla == "vip"
+    assert (client.sla, client.weight) == ("vip", 2)
+    assert read.promises.weight_of("Team_b.key") == 1
     assert read.promises.limit_of("team-a").requests_per_minute == 30
     assert read.promises.clients["Team_b.key"].sla is None
     assert "subPath" not in mount  # it would never change

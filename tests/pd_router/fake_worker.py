@@ -132,6 +132,8 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.answers_as = self.epoch
         self.binds = 0
         self._announcing: asyncio.Task[None] | None = None
+        self.counts_routers = True  # older ones don't
+        self.announced_at = 0
         self.port = 0
 
     # ---- life ---------------------------------------------------------------------------
@@ -239,6 +241,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                     self.refusals.append(welcome.refusal.reason)
                 return
             self._reset = True
+            self.announced_at += 1
             notices = asyncio.create_task(self._notices(call))
             try:
                 while True:
@@ -246,6 +249,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                     await call.write(pb.WorkerReport(heartbeat=self._heartbeat()))
                     await asyncio.sleep(welcome.welcome.heartbeat_s)
             finally:
+                self.announced_at -= 1
                 notices.cancel()
                 await asyncio.gather(notices, return_exceptions=True)
 
@@ -265,7 +269,11 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         reset, self._reset = self._reset, False
         gained, self.gained = self.gained, []
         return pb.Heartbeat(
-            state=self.state, load=self.load, prefix_reset=reset, prefix_gained=gained
+            state=self.state,
+            load=self.load,
+            prefix_reset=reset,
+            prefix_gained=gained,
+            routers=self.announced_at if self.counts_routers else 0,
         )
 
     def known_prefix(self, tokens: Sequence[int]) -> list[bytes]:

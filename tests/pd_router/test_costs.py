@@ -1,6 +1,8 @@
 """Covers costs, routing, affinity and what worker views learn: predictions in seconds, the
 choice whether to disaggregate, sessions, several routers, and the policies by name."""
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from pd_core.estimate import LINKS, Link
 from pd_router import affinity
-from pd_router.costs import Costs, soonest
+from pd_router.costs import Costs, outlook, soonest
 from pd_router.fleet import LoadReport, WorkerView, routers_seen
 from pd_router.policy import Exclusions, Need, Placement, place
 from pd_router.routing import POLICIES, Chance, Routing
@@ -180,6 +182,18 @@ def test_routers_that_know_the_same_do_not_herd() -> None:
         assert "7" not in {name[-1] for name in chosen}, "never the worst of two"
 
 
+def test_two_routers_draw_among_equals_and_one_takes_the_lowest() -> None:
+    workers = [*[big_p(n) for n in range(4)], *[big_d(n) for n in range(4)]]
+    rng = random.Random(1)
+    many = [put(*workers, chance=Chance(rng.getrandbits(48), n, 2.0)) for n in range(200)]
+    for side in ("decode", "prefill"):
+        chosen = Counter(getattr(one, side).name for one in many)
+        assert len(chosen) == 4
+        assert max(chosen.values()) <= 80, chosen
+    alone = {names(put(*workers, chance=Chance(rng.getrandbits(48), n))) for n in range(50)}
+    assert alone == {("d-0", "p-0")}
+
+
 def test_drawn_workers_do_not_hide_a_cached_prefix() -> None:
     workers = [*[big_p(n) for n in range(8)], big_d(0)]
     for lot in range(50):
@@ -269,3 +283,35 @@ def test_the_outlook() -> None:
     workers = [p(0, 500, tokens_per_s=1000), p(1, 100, tokens_per_s=100), d(0)]
     assert soonest(workers) == (0.5, 1100.0)
     assert soonest([d(0, tokens_per_s=50)]) == (0.0, 50.0)
+
+
+def test_the_outlook_where_decode_has_no_room() -> None:
+    """100 blocks; `need` takes 10 of them, and a request keeps its room for 5 s."""
+    need, prefill = Need(tokens=36, output_tokens=4), p(0, 500, tokens_per_s=1000)
+    assert need.reserve_blocks(d(0)) == 10
+
+    def ahead(*decodes: WorkerView) -> tuple[float, float]:
+        return outlook([prefill, *decodes], need, work=36.0)
+
+    assert ahead(d(0, 90, stay_s=5.0)) == (0.5, 1000.0), "it fits"
+    full = d(0, 100, stay_s=5.0)  # gives 20 blocks back a second: room for two requests
+    assert ahead(full) == (pytest.approx(1.5 * 0.5), 72.0)
+    full.load = replace(full.load, waiting_grants=5)
+    assert ahead(full) == (pytest.approx(1.5 * 3.0), 72.0)
+    assert ahead(full, d(1, 50)) == (0.5, 1000.0), "another has room"
+    assert ahead(replace(full, stay_s=0.0)) == (0.5, 1000.0), "nobody knows: nobody is refused"
+    full.load = replace(full.load, waiting_grants=0)
+    full.assign_decode(50, 5)
+    assert ahead(full) == (pytest.approx(1.5 * 3.0), 72.0), (
+        "those that were sent since the heartbeat count"
+    )
+    assert outlook([prefill, full])[0] == pytest.approx(1.5 * 51 / 20), "whatever comes next"
+
+
+def test_a_stay_is_the_mean_of_late() -> None:
+    view = d(0)
+    view.stayed(4.0)
+    assert view.stay_s == 4.0
+    for _ in range(200):
+        view.stayed(2.0)
+    assert view.stay_s == pytest.approx(2.0, abs=0.01)

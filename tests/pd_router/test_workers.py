@@ -330,6 +330,66 @@ def test_a_late_worker_is_left_alone_then_probed(run: Run) -> None:
     run(body())
 
 
+@pytest.mark.parametrize(
+    ("role", "stage"), [("both", "generate"), ("prefill", "prefill"), ("decode", "decode")]
+)
+def test_a_worker_that_fails_fast_gets_only_probes_until_it_works(
+    run: Run, role: str, stage: str
+) -> None:
+    async def body() -> None:
+        async with rig(walk=QUICK) as r:
+            bad, good = [await r.add(role, f"w-{i}") for i in range(2)]
+            for other in {"both": (), "prefill": ("decode",), "decode": ("prefill",)}[role]:
+                await r.add(other, f"o-{other}")
+            bad.fail(stage, FailureKind.STEP_FAILED, times=10_000)
+            for _ in range(60):
+                await r.complete()
+            tried = len(bad.seen.prefills if role == "prefill" else bad.seen.generates)
+            assert 5 <= tried <= 15, "five open the breaker, a few may have been probes"
+            entry = entry_of(r, "w-0")
+            assert entry["breaker"] != "closed"
+            assert "as told" in (entry["why_unusable"] or "as told")
+            assert entry_of(r, good.name)["breaker"] == "closed"
+            bad.fail_next.clear()
+            await until(lambda: r.usable(bad), "it may be probed")
+            await r.complete()
+            assert entry_of(r, "w-0")["breaker"] == "closed"
+            await r.nothing_held()
+
+    run(body())
+
+
+def test_a_requests_own_fault_counts_against_nobody(run: Run) -> None:
+    async def body() -> None:
+        async with rig(walk=QUICK) as r:
+            workers = [await r.add("both", f"w-{i}") for i in range(2)]
+            for worker in workers:
+                worker.fail("generate", FailureKind.INVALID_REQUEST, times=20)
+            for _ in range(40):
+                _, sink, _ = r.start()
+                await sink.wait()
+            assert not any(one.fail_next["generate"] for one in workers[:1])
+            assert all(r.usable(worker) for worker in workers)
+
+    run(body())
+
+
+def test_where_all_fail_somebody_still_tries(run: Run) -> None:
+    async def body() -> None:
+        async with rig(walk=QUICK) as r:
+            workers = [await r.add("both", f"w-{i}") for i in range(2)]
+            for worker in workers:
+                worker.fail("generate", FailureKind.INTERNAL, times=100)
+            for _ in range(30):
+                _, sink, _ = r.start()
+                await sink.wait()
+                assert sink.failure is not None
+                assert sink.failure.kind is FailureKind.INTERNAL, "no worker is usable?"
+            assert r.workers.ready()
+
+    run(body())
+
+
 def test_a_worker_that_steps_for_others_is_not_late(run: Run) -> None:
     """Its heartbeats count steps: the request here waits its turn."""
 
