@@ -18,7 +18,7 @@ from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.app import AppSettings, RouterApp
 from pd_router.crew import Crew, inherited
-from pd_router.http import HttpServer, listen
+from pd_router.http import HttpServer, listen, raise_descriptor_limit
 from pd_router.journal import Journal, Spans
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
@@ -193,6 +193,7 @@ def main() -> None:
     # Of a line only what it says is asked for.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    raise_descriptor_limit()
     # One text at a time is encoded: handing it to a pool of threads takes longer than it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

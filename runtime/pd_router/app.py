@@ -231,7 +231,7 @@ class RouterApp:
         self._arrived += 1
         if self._closed:
             raise RequestFailure(FailureKind.DRAINING, "The router is shutting down; try again.")
-        if len(self._running) >= self._settings.max_requests:
+        if len(self._running) >= self._settings.max_requests and not exchange.make_room():
             self._metrics.turned_away()
             message = f"{len(self._running)} requests are running, no more are taken."
             raise RequestFailure(FailureKind.OVERLOADED, message)
@@ -368,7 +368,7 @@ class _Stop:
 
 def _client_gone(exchange: Exchange, stop: _Stop) -> None:
     if not exchange.complete:
-        stop.now(Failure(FailureKind.CLIENT_GONE, "The client went away."))
+        stop.now(Failure(FailureKind.CLIENT_GONE, exchange.why_gone))
 
 
 async def _answer_error(exchange: Exchange, error: ApiError) -> None:
