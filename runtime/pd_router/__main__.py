@@ -105,7 +105,13 @@ def _workers_config(settings: Settings) -> WorkersConfig:
     if member is not None:
         name, first = f"{name}.{member.index}", settings.control.port
         ports = tuple(range(first, first + member.count))
-    return WorkersConfig(settings.model, name, settle_s=_SETTLE_S, control_ports=ports)
+    return WorkersConfig(
+        settings.model,
+        name,
+        settle_s=_SETTLE_S,
+        control_ports=ports,
+        started_on_demand=settings.hold_s > 0,
+    )
 
 
 def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Sessions:
@@ -155,6 +161,7 @@ def _app_settings(settings: Settings) -> AppSettings:
         model=settings.model,
         max_body_bytes=settings.max_body_bytes,
         request_timeout_s=settings.request_timeout_s,
+        hold_s=settings.hold_s,
         max_requests=settings.max_requests + settings.max_queued,
         allow_trace=settings.allow_trace,
         class_header=settings.class_header,

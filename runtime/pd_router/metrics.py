@@ -63,7 +63,9 @@ class Metrics:
         self._gateway_running = self._gateway("num_requests_running", "Sequences in decode")
         self._gateway_waiting = self._gateway("num_requests_waiting", "Requests that wait")
         self._gateway_kv = self._gateway("kv_cache_usage_perc", "KV in use on decode, 0 to 1")
-        self._held = self._gauge("held_requests", "Requests that wait for a first worker")
+        self._held = self._gauge(
+            "held_requests", "Requests that wait for a worker, where there is none"
+        )
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()
