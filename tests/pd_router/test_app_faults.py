@@ -14,8 +14,8 @@ from pd_core.failures import Failure, FailureKind
 from pd_router import answer, app
 from pd_router.types import Limits
 from tests import client
-from tests.cluster import parse_metrics
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says, tiny_bundle
+from tests.pd_router.test_hold import held
 
 pytestmark = pytest.mark.slow
 
@@ -314,12 +314,6 @@ def test_the_deadline_holds_even_if_nobody_else_keeps_it(monkeypatch: pytest.Mon
 # ---- before there are workers -----------------------------------------------------------------
 
 
-def held(r: Rig) -> tuple[float, int]:
-    """How many requests wait for a worker: for Prometheus, and for those who scale."""
-    told = parse_metrics(r.metrics.expose().decode())["pdcluster_router_held_requests"]
-    return sum(told.values()), r.metrics.signals_json()["held_requests"]
-
-
 def test_requests_wait_for_the_first_bundle() -> None:
     async def scenario() -> None:
         async with rig(bundled=False) as r:
@@ -334,64 +328,6 @@ def test_requests_wait_for_the_first_bundle() -> None:
                 assert response.status == 200
                 await response.close()
             assert held(r) == (0.0, 0)
-
-    go(scenario())
-
-
-def test_requests_wait_where_the_workers_have_gone_to_zero() -> None:
-    """The tokenizer is known; the pool is started for those who wait."""
-
-    async def scenario() -> None:
-        async with rig(hold_s=20.0) as r:
-            r.workers.given_limits, limits = None, r.workers.given_limits
-            r.sessions.script = says(r.tokens("awake"))
-            waiting = [asyncio.create_task(post(r, ask())) for _ in range(3)]
-            while held(r)[1] < 3:
-                await asyncio.sleep(0.005)
-            assert held(r) == (3.0, 3)
-            assert r.sessions.started == []
-            gone = waiting.pop()
-            gone.cancel()
-            while held(r)[1] > 2:
-                await asyncio.sleep(0.005)
-            r.workers.given_limits = limits
-            r.workers.came.set()
-            for task in waiting:
-                response = await task
-                answer = await response.json()
-                assert answer["choices"][0]["message"]["content"] == "awake"
-                await response.close()
-            assert held(r) == (0.0, 0)
-
-    go(scenario())
-
-
-@pytest.mark.parametrize("bundled", [False, True])
-def test_who_waits_for_workers_that_do_not_come_is_told(bundled: bool) -> None:
-    async def scenario() -> None:
-        async with rig(hold_s=0.05, bundled=bundled) as r:
-            r.workers.given_limits = None
-            response = await post(r, ask())
-            assert (response.status, response.headers["retry-after"]) == (503, "5")
-            assert (await error_of(response))["code"] == "no_workers"
-            assert held(r) == (0.0, 0)
-
-    go(scenario())
-
-
-def test_those_who_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_HELD", 1)
-
-    async def scenario() -> None:
-        async with rig(hold_s=20.0) as r:
-            r.workers.given_limits = None
-            waiting = asyncio.create_task(post(r, ask()))
-            while held(r)[1] < 1:
-                await asyncio.sleep(0.005)
-            response = await post(r, ask())
-            assert (response.status, response.headers["retry-after"]) == (503, "5")
-            assert "no more are held" in (await error_of(response))["message"]
-            waiting.cancel()
 
     go(scenario())
 
