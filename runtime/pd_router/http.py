@@ -34,7 +34,7 @@ SHUTDOWN_S = 1
 SEND_BUFFER_BYTES = 64 * 1024
 # And what we hold behind that before its stream waits.
 HELD_BYTES = 16 * 1024
-# So long a client may leave unread what no buffer takes any more.
+# So long a client may read next to nothing of what no buffer takes any more.
 UNREAD_S = 20.0
 # From then on it makes room for those who come, where there is no other.
 UNREAD_GRACE_S = 1.0
@@ -108,11 +108,22 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unread_timer = None
 
     def _bound_flush(self) -> None:
-        """What is to be sent goes out in a while, or the connection ends. A closed one too
+        """What is to be sent goes on going out, or the connection ends. A closed one too
         would else wait for ever for its client to read."""
         if self._unread_timer is None:
-            why = f"The client didn't read its answer for {UNREAD_S:.0f} s."
-            self._unread_timer = self.loop.call_later(UNREAD_S, self.cut, why)
+            left = self.transport.get_write_buffer_size()
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._look_again, left)
+
+    def _look_again(self, before: int) -> None:
+        """`before`: the bytes that were to be sent then. A slow client reads on."""
+        if before - self.transport.get_write_buffer_size() < HELD_BYTES:
+            self.cut(f"The client didn't read its answer for {UNREAD_S:.0f} s.")
+            return
+        stuck = self in self._unread
+        self._read_on()
+        if stuck:
+            self._unread[self] = self.loop.time()
+        self._bound_flush()
 
     def cut(self, why: str) -> None:
         """Ends the connection of a client that doesn't read, and the request that it made."""

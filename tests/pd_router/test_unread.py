@@ -179,6 +179,32 @@ def test_a_whole_answer_that_nobody_reads_is_not_kept(
     go(scenario())
 
 
+def test_a_slow_client_has_its_whole_answer(seen: Seen) -> None:
+    """It's cut when it reads next to nothing, not when much is left."""
+
+    async def scenario() -> None:
+        async with rig() as r, silent(r, posted(logprobs=True, top_logprobs=20)) as sock:
+            generation = await r.sessions.generation()
+            for _ in range(200):
+                generation.emit(70, logprob=-1.0, top=tuple((t, -1.0) for t in range(20)))
+            generation.emit(2, "stop", logprob=-1.0)
+            generation.done()
+            await seen.until(lambda: bool(seen.stuck))
+            [stuck] = seen.stuck
+            before = left = stuck.transport.get_write_buffer_size()
+            while before - left < http.HELD_BYTES:
+                assert await asyncio.get_running_loop().sock_recv(sock, 4096)
+                left = stuck.transport.get_write_buffer_size()
+            stuck._look_again(before)
+            assert not seen.lost
+            assert stuck._unread_timer is not None
+            assert stuck in stuck.server_state.unread
+            stuck._look_again(stuck.transport.get_write_buffer_size())
+            await seen.until(lambda: bool(seen.lost))
+
+    go(scenario())
+
+
 def test_streams_that_nobody_reads_make_room(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
     monkeypatch.setattr(http, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(http, "UNREAD_GRACE_S", 0.0)
