@@ -67,7 +67,9 @@ class Metrics:
         self._spans = self._counter(
             "trace_spans", "Spans of requests by what became of them", "result"
         )
-        self._held = self._gauge("held_requests", "Requests that wait for a first worker")
+        self._held = self._gauge(
+            "held_requests", "Requests that wait for a worker, where there is none"
+        )
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()

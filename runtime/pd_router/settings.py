@@ -61,6 +61,7 @@ class Settings:
     max_requests: int = 4096
     max_queued: int = 4096
     queue_wait_s: float = 30.0
+    hold_s: float = 0.0  # 0: without a worker there is nothing to wait for
     routing: Routing = DEFAULT
     promises: Promises = NO_PROMISES
     allow_trace: bool = False
@@ -102,6 +103,8 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--max-requests", type=_count, default=Settings.max_requests, metavar="N")
     add("--max-queued", type=_count, default=Settings.max_queued, metavar="N")
     add("--queue-wait-s", type=_positive, default=Settings.queue_wait_s, metavar="S")
+    add("--hold-s", type=_positive, default=Settings.hold_s, metavar="S",
+        help="so long requests wait for a worker: one is started for them")  # fmt: skip
     _add_routing(parser)
     add("--admission", type=_promises, default=NO_PROMISES, dest="promises", metavar="JSON",
         help='{"classes": [{"name", "priority", "ttft", "tpot", "share"}], "limits": '

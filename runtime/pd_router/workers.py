@@ -61,6 +61,7 @@ class WorkersConfig:
     renew_s: float = 5.0
     check_s: float = 0.25
     settle_s: float = 0.0  # from its start, until the workers that there are have found it
+    started_on_demand: bool = False  # where there is none, one may come all the same
     control_ports: tuple[int, ...] = ()  # of all processes of this router, where it has several
 
 
@@ -178,6 +179,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._monitor: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
+        self._came = asyncio.Event()
         if config.settle_s <= 0:
             self._settled.set()
 
@@ -273,10 +275,16 @@ class Workers(engine_pb2_grpc.ControlServicer):
         return policy.pair_usable(self.views())
 
     def expecting(self) -> bool:
-        return bool(self._records) or not self._settled.is_set()
+        some = bool(self._records) or not self._settled.is_set()
+        return some or self.config.started_on_demand
 
     async def settled(self) -> None:
         await self._settled.wait()
+
+    async def decoding(self) -> None:
+        while self.limits() is None:
+            self._came.clear()
+            await self._came.wait()
 
     def bundle(self) -> Bundle | None:
         return self._current
@@ -498,6 +506,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.view.usable and not was_usable:
             if record.view.role is not Role.PREFILL:
                 self._settled.set()
+                self._came.set()
             for callback in self._on_change:
                 callback()
 

@@ -83,6 +83,30 @@ def test_hedges_are_asked_for(written: dict[str, Any], after_s: float | None, sh
     assert (read.routing.hedge.after_s, read.routing.hedge.share) == (after_s, share)
 
 
+@pytest.mark.parametrize(
+    ("pools", "hold_s"),
+    [
+        ({"prefill": 0, "decode": 0}, 90.0),
+        ({"prefill": 1, "decode": 0}, 90.0),
+        ({"prefill": 0, "decode": 1}, 0.0),  # decode computes prompts itself meanwhile
+        ({"prefill": None, "decode": None}, 0.0),  # replicas
+    ],
+)
+def test_requests_wait_for_pools_that_may_go_to_zero(
+    pools: dict[str, int | None], hold_s: float
+) -> None:
+    slo = {"ttft": {"target": "1s"}, "tpot": {"target": "60ms"}}
+    changes: dict[str, Any] = {"spec.slo": slo}
+    for role, fewest in pools.items():
+        scaling = {"mode": "SLO", "minReplicas": fewest, "maxReplicas": 2}
+        fields = {"replicas": 1} if fewest is None else {"scaling": scaling}
+        changes[f"spec.{role}"] = {"startTimeout": "90s", **fields}
+    [container] = router_template(api.parse(document(**changes)), SETTINGS)["spec"]["containers"]
+    given = [one for one in container["args"] if "$(" not in one]
+    places = ["--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    assert router_settings.parse([*given, *places]).hold_s == hold_s
+
+
 def test_a_promise_between_tokens_is_that_of_the_default_class() -> None:
     def read(**spec: Any) -> router_settings.Settings:
         given = api.parse(document(**{"spec.slo": {"tpot": {"target": "60ms"}}, **spec}))
