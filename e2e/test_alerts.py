@@ -115,23 +115,30 @@ def test_decode_without_room(site: Site, namespace: str, prometheus: Prometheus)
     quiet(prometheus)
 
 
-def test_slow_hand_overs(site: Site, namespace: str, prometheus: Prometheus) -> None:
-    """The way from prefill to decode carries few packets a second."""
-    since = time.monotonic()
-    [decode] = [pod["status"]["podIP"] for pod in site.pods(namespace, "decode")]
-    rules: list[list[str]] = []
-    for pod in site.pods(namespace, "prefill"):
-        way = ["FORWARD", "-s", pod["status"]["podIP"], "-d", decode, "-p", "tcp"]
-        some = ["-m", "limit", "--limit", "100/second", "--limit-burst", "5"]
-        rules += [[*way, "-j", "DROP"], [*way, *some, "-j", "ACCEPT"]]
+@contextmanager
+def slow_link(site: Site, namespace: str) -> Iterator[None]:
+    """What leaves prefill's pods goes as over a slow line."""
+    inside = [
+        ["nsenter", "--target", str(site.processes(pod)[0].pid), "--net", "tc", "qdisc"]
+        for pod in site.pods(namespace, "prefill")
+    ]
     try:
-        for rule in rules:
-            site.enter("iptables", "-I", *rule)
-        with loaded(site, namespace, streams=2, prompt_tokens=200, max_tokens=4):
-            fires_alone(prometheus, "PDClusterHandOversSlow", since)
+        for command in inside:
+            shaped = ["tbf", "rate", "40mbit", "burst", "64kb", "latency", "1s"]
+            site.enter(*command, "replace", "dev", "eth0", "root", *shaped)
+        yield
     finally:
-        for rule in rules:
-            site.enter("iptables", "-D", *rule)
+        for command in inside:
+            site.enter(*command, "del", "dev", "eth0", "root")
+
+
+def test_slow_hand_overs(site: Site, namespace: str, prometheus: Prometheus) -> None:
+    since = time.monotonic()
+    with (
+        slow_link(site, namespace),
+        loaded(site, namespace, streams=2, prompt_tokens=200, max_tokens=4),
+    ):
+        fires_alone(prometheus, "PDClusterHandOversSlow", since)
     quiet(prometheus)
 
 

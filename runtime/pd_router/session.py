@@ -40,11 +40,12 @@ from pd_router.moves import (
     WalkConfig,
 )
 from pd_router.placing import RequestPlacer, first_need
+from pd_router.records import Work
 from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
 from pd_router.types import GenerateRequest, Sink, Timeline
 from pd_router.walk import Walk
-from pd_router.workers import Work, Workers
+from pd_router.workers import Workers
 
 log = logging.getLogger("pd_router.session")
 

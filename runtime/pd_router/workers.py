@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -24,10 +24,11 @@ from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import policy, wire
-from pd_router.breaker import Breaker, Progress
+from pd_router.breaker import Progress
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
 from pd_router.prefixes import PrefixIndex
+from pd_router.records import Record, Work
 from pd_router.types import Bundle, Limits
 
 log = logging.getLogger("pd_router.workers")
@@ -65,101 +66,6 @@ class WorkersConfig:
     control_ports: tuple[int, ...] = ()  # of all processes of this router, where it has several
 
 
-@dataclass(slots=True)
-class _Record:
-    """One announced process."""
-
-    hello: pb.Hello
-    view: WorkerView
-    link: Link
-    progress: Progress
-    breaker: Breaker = field(default_factory=Breaker)
-    stream: object | None = None  # the announcement that counts; None: it ended
-    heard: float = 0.0
-    draining: bool = False
-    lapsed: bool = False
-    heartbeats: int = 0
-    routers: int = 0  # that it counts; 0: it doesn't
-
-    @property
-    def why_unusable(self) -> str | None:
-        """None when it may get new work."""
-        if self.stream is None:
-            return "its announcement has ended"
-        if self.lapsed:
-            return "its heartbeats have ceased"
-        if not self.heartbeats:
-            return "no heartbeat yet"
-        if self.draining:
-            return "it drains"
-        if not self.link.bound:
-            return "no work stream"
-        if not self.breaker.lets_through:
-            return f"breaker {self.breaker.state.value}: {self.breaker.reason}"
-        return None
-
-
-class Work:
-    """One side of a request at a worker: its handle, and its share in the load's books."""
-
-    __slots__ = (
-        *("_blocks", "_expecting", "_holds_since", "_sequences", "_tokens"),
-        *("handle", "probe", "record"),
-    )
-
-    def __init__(
-        self, record: _Record, handle: int, tokens: int, blocks: int, sequences: int
-    ) -> None:
-        self.record = record
-        self.handle = handle
-        self._tokens = tokens
-        self._blocks = blocks
-        self._sequences = sequences
-        self._expecting = False
-        self._holds_since: float | None = None
-        record.view.assign_prefill(tokens)
-        record.view.assign_decode(blocks, sequences)
-        self.probe = record.breaker.sent()
-
-    def send(self, command: pb.Command) -> None:
-        self.record.link.send(command)
-
-    def expect_steps(self) -> None:
-        """From now on the worker has something to compute for this request."""
-        if not self._expecting:
-            self._expecting = True
-            self.record.progress.expect(time.monotonic())
-
-    def holds(self, now: float) -> None:
-        """It has its room there, from now on at the latest."""
-        if self._holds_since is None:
-            self._holds_since = now
-
-    def carried(self, kv_bytes: int, transfer_s: float) -> None:
-        """KV has come to this worker: how fast its link is."""
-        self.record.view.carried(kv_bytes, transfer_s)
-
-    def prefill_over(self) -> None:
-        self.record.view.end_prefill(self._tokens)
-        self._tokens = 0
-
-    def expect_no_steps(self) -> None:
-        if self._expecting:
-            self._expecting = False
-            self.record.progress.expect_no_more()
-
-    def release(self, *, cancel: bool) -> None:
-        """The side is over; `cancel` tells the worker. Once."""
-        self.record.link.release(self.handle, cancel=cancel)
-        self.expect_no_steps()
-        self.prefill_over()
-        self.record.view.end_decode(self._blocks, self._sequences)
-        if self._holds_since is not None:
-            self.record.view.stayed(time.monotonic() - self._holds_since)
-        if self.probe:
-            self.record.breaker.probe_over()
-
-
 class Workers(engine_pb2_grpc.ControlServicer):
     """See the module."""
 
@@ -170,7 +76,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self.prefixes = PrefixIndex()
         self._guess = 1.0  # of routers, where no worker counts them
         self._told = 0
-        self._records: dict[WorkerId, _Record] = {}
+        self._records: dict[WorkerId, Record] = {}
         self._bundles: dict[str, Bundle] = {}
         self._current: Bundle | None = None
         self._on_bundle: list[Callable[[Bundle], None]] = []
@@ -260,7 +166,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
                 log.warning("worker=%s gets no new requests: %s", worker.name, why)
                 self._refresh(record)
 
-    def _spares(self, record: _Record) -> bool:
+    def _spares(self, record: Record) -> bool:
         """Whether requests could do without it. Where all fail alike, who still tries is
         better than nobody."""
         return any(
@@ -308,7 +214,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         now = time.monotonic()
         return [_signals(record, now) for record in self._records.values()]
 
-    def _describe(self, record: _Record, now: float) -> dict[str, Any]:
+    def _describe(self, record: Record, now: float) -> dict[str, Any]:
         view, load = record.view, record.view.load
         return {
             "worker": view.id.name,
@@ -368,7 +274,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     async def _follow(
         self,
-        record: _Record,
+        record: Record,
         stream: object,
         reports: AsyncIterator[pb.WorkerReport],
         context: Any,
@@ -410,7 +316,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             return "capacity.max_model_tokens must be at least 1"
         return ""
 
-    def _announced(self, hello: pb.Hello, stream: object) -> _Record:
+    def _announced(self, hello: pb.Hello, stream: object) -> Record:
         worker = WorkerId(hello.worker, hello.epoch)
         for other in [w for w in self._records if w.name == worker.name and w != worker]:
             self._remove(other, "it restarted")
@@ -428,7 +334,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         )
         return record
 
-    def _new_record(self, worker: WorkerId, hello: pb.Hello) -> _Record:
+    def _new_record(self, worker: WorkerId, hello: pb.Hello) -> Record:
         view = WorkerView(
             id=worker,
             role=_ROLES[hello.role],
@@ -445,10 +351,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         )
         link = Link(worker, hello.work_address, self.identity, callbacks, self._certificates)
         progress = Progress(self.config.late_s, hello.prefill_tokens_per_s)
-        record = _Record(hello, view, link, progress)
+        record = Record(hello, view, link, progress)
         return record
 
-    def _heartbeat(self, record: _Record, beat: pb.Heartbeat) -> None:
+    def _heartbeat(self, record: Record, beat: pb.Heartbeat) -> None:
         now = time.monotonic()
         record.heard = now
         record.lapsed = False
@@ -469,7 +375,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     # ---- bundles --------------------------------------------------------------------------
 
-    def _bundle_came(self, record: _Record, message: pb.TokenizerBundle) -> None:
+    def _bundle_came(self, record: Record, message: pb.TokenizerBundle) -> None:
         if message.bundle_hash != record.hello.bundle_hash or not message.tokenizer_json:
             log.warning("worker=%s sent a bundle that nobody asked for", record.view.id.name)
             return
@@ -494,12 +400,12 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     # ---- who is usable ----------------------------------------------------------------------
 
-    def _moved(self, record: _Record, now: float) -> None:
+    def _moved(self, record: Record, now: float) -> None:
         record.progress.moved(now)
         if record.breaker.moved():
             self._refresh(record)
 
-    def _refresh(self, record: _Record) -> None:
+    def _refresh(self, record: Record) -> None:
         """Whether it may get new work, after anything that bears on it has changed."""
         was_usable = record.view.usable
         record.view.usable = record.why_unusable is None and record.view.id in self._records
@@ -546,7 +452,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
                 for record in self._records.values():
                     record.link.renew()
 
-    def _check(self, record: _Record, now: float) -> None:
+    def _check(self, record: Record, now: float) -> None:
         silent_s = now - record.heard
         if record.stream is None and silent_s > self.config.forget_s:
             self._remove(record.view.id, f"silent for {silent_s:.0f} s")
@@ -563,7 +469,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         elif view.usable != (record.why_unusable is None):
             self._refresh(record)
 
-    def _move_on(self, record: _Record, why: str) -> None:
+    def _move_on(self, record: Record, why: str) -> None:
         """Its requests go elsewhere; it gets no new ones."""
         name = record.view.id.name
         log.warning("worker=%s is late: %s; requests=%d move on", name, why, record.link.live)
@@ -571,7 +477,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         record.link.fail_over(Failure(FailureKind.WORKER_LATE, f"worker {name}: {why}"))
 
 
-def _signals(record: _Record, now: float) -> dict[str, Any]:
+def _signals(record: Record, now: float) -> dict[str, Any]:
     """What a worker last said of itself, without what this router has added since: several
     routers hear the same worker, and their documents merge."""
     view, load = record.view, record.view.load
