@@ -80,12 +80,18 @@ class Costs:
         self._step_s: float | None = None
 
     def prefill(self, worker: WorkerView, cached_tokens: int) -> Prefill:
-        """Waiting and computing at a worker. What this router sent since the heartbeat,
-        the others that there are sent as well, as far as anybody knows."""
-        speed = worker.tokens_per_s or self._usual_tokens_per_s()
-        waiting = worker.pending_tokens + (self._routers - 1.0) * max(worker.tokens_since, 0)
+        """Waiting and computing at a worker."""
         compute = self._need.tokens - cached_tokens
-        return Prefill(worker, compute, waiting / speed, compute / speed)
+        return Prefill(worker, compute, self.queue_s(worker), compute / self._speed(worker))
+
+    def queue_s(self, worker: WorkerView) -> float:
+        """Until a worker begins another prompt. What this router sent since the heartbeat,
+        the others that there are sent as well, as far as anybody knows."""
+        waiting = worker.pending_tokens + (self._routers - 1.0) * max(worker.tokens_since, 0)
+        return waiting / self._speed(worker)
+
+    def _speed(self, worker: WorkerView) -> float:
+        return worker.tokens_per_s or self._usual_tokens_per_s()
 
     def delay(self, prefill: Prefill) -> float:
         """What this prompt takes from those who will come after it: the busier the worker,

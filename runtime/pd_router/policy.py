@@ -267,10 +267,10 @@ class _Choice:
         if policy == "round_robin":
             return ordered[self._chance.turn % len(ordered)]
         if policy == "prefix":
-            return min(ordered, key=lambda w: (-self._cached_at(w), w.pending_tokens))
+            return min(ordered, key=lambda w: (-self._cached_at(w), self._costs.queue_s(w)))
         if policy == "session" and self._need.session:
             return affinity.owner(self._need.session, ordered) or ordered[0]
-        return min(ordered, key=lambda w: w.pending_tokens)
+        return min(ordered, key=self._costs.queue_s)
 
     def _cached_at(self, worker: WorkerView) -> int:
         known = self._cached.get(worker.id)

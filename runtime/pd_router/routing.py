@@ -20,9 +20,9 @@ class Routing:
     |---|---|---|
     | random | any | any |
     | round_robin | in turn | in turn |
-    | least_load | least KV in use | fewest tokens waiting |
+    | least_load | least KV in use | soonest through with what waits |
     | prefix | least KV in use | longest cached prefix |
-    | session | the session's, else least KV | the session's, else fewest tokens |
+    | session | the session's, else least KV | the session's, else least load |
     """
 
     policy: PolicyName = "cost"

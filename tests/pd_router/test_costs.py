@@ -222,6 +222,16 @@ def test_prefix_alone_goes_where_the_prefix_is() -> None:
     assert names(found) == ("d-0", "p-1")
 
 
+@pytest.mark.parametrize("policy", ["least_load", "prefix", "session"])
+def test_load_is_counted_in_seconds(policy: str) -> None:
+    """900 tokens are much for a slow worker, 1,000 nothing for a fast one."""
+    slow = big_p(0, 900, tokens_per_s=1_000.0)
+    fast = big_p(1, 1_000, tokens_per_s=100_000.0)
+    assert names(put(slow, fast, big_d(0), routing=Routing(policy))) == ("d-0", "p-1")
+    fast.load = replace(fast.load, pending_tokens=100_000)  # 1 s against 0.9 s
+    assert names(put(slow, fast, big_d(0), routing=Routing(policy))) == ("d-0", "p-0")
+
+
 def test_wrong_settings_are_told() -> None:
     with pytest.raises(ValueError, match="policy 'x'"):
         Routing("x")
