@@ -89,9 +89,7 @@ def run_case(case: Case, data: Path, rows: list[dict[str, str]], quick: bool) ->
     worst = float("inf")
     for where, site in sites(case, rows):
         results: dict[PolicyName, Result] = {
-            policy: Replay(site, replayed, Routing(policy)).run()
-            for policy in POLICIES
-            if policy != "session"  # the traces know no sessions
+            policy: Replay(site, replayed, Routing(policy)).run() for policy in POLICIES
         }
         good = {name: made.goodput(case.ttft_s, case.tpot_s) for name, made in results.items()}
         best = max(value for name, value in good.items() if name != "cost")

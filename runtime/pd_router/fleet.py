@@ -134,6 +134,12 @@ class WorkerView:
     def running(self) -> int:
         return max(self.load.running + self.running_since, 0)
 
+    @property
+    def outstanding(self) -> int:
+        """Sequences that decode here, and those of which it's known that they will: granted
+        ones of this router's whose prompts are computed still, all that wait for room."""
+        return max(self.running + self.load.waiting_grants, self.own_running)
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 

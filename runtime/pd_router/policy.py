@@ -205,6 +205,8 @@ class _Choice:
             return ordered[self._chance.turn % len(ordered)]
         if policy == "session" and (own := self._session_owner(decoders)) is not None:
             return own
+        if policy == "least_outstanding":
+            return min(ordered, key=lambda w: w.outstanding)
         return min(ordered, key=lambda w: (_waits(w), round(self._fill(w), 3), w.running))
 
     def _fill(self, worker: WorkerView) -> float:
@@ -270,6 +272,8 @@ class _Choice:
             return min(ordered, key=lambda w: (-self._cached_at(w), self._costs.queue_s(w)))
         if policy == "session" and self._need.session:
             return affinity.owner(self._need.session, ordered) or ordered[0]
+        if policy == "prompt_length":
+            return min(ordered, key=lambda w: self._costs.prefill(w, 0).ready_s)
         return min(ordered, key=self._costs.queue_s)
 
     def _cached_at(self, worker: WorkerView) -> int:

@@ -3,7 +3,7 @@ router and with several; the default against policies that go by one thing."""
 
 import pytest
 
-from bench.replay import Replay, Result, Site
+from bench.replay import Replay, Result, Site, sessions
 from pd_core import known_models
 from pd_core.estimate import LINKS
 from pd_router.routing import PolicyName, Routing
@@ -46,6 +46,24 @@ def test_the_default_against_chance(routers: int) -> None:
     assert default.ttft(90) < chance.ttft(90)
     assert default.hit_rate > chance.hit_rate
     assert default.goodput(1.0, 0.1) >= chance.goodput(1.0, 0.1)
+
+
+def test_turns_of_a_session_are_found_by_their_blocks() -> None:
+    made = talks(3).requests
+    found = sessions(made)
+    by_talk: dict[bytes, set[bytes]] = {}
+    for request, session in zip(made, found, strict=True):
+        by_talk.setdefault(request.blocks[0].split(b"-")[0], set()).add(session)
+    assert all(len(one) == 1 for one in by_talk.values()), by_talk
+    assert len(set(found)) == 3
+    assert sessions([Request(0.0, 100, 1)]) == [b""], "no blocks, no session"
+
+
+def test_sessions_and_long_prompts_have_their_ways() -> None:
+    session, chance = replay("session", 1), replay("random", 1)
+    assert session.hit_rate > chance.hit_rate
+    length, load = replay("prompt_length", 1), replay("least_load", 1)
+    assert length.ttft(50) < load.ttft(50), "on unequal GPUs"
 
 
 def test_it_is_the_same_each_time() -> None:

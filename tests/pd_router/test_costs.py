@@ -232,6 +232,54 @@ def test_load_is_counted_in_seconds(policy: str) -> None:
     assert names(put(slow, fast, big_d(0), routing=Routing(policy))) == ("d-0", "p-0")
 
 
+def test_prompt_length_alone_sends_long_prompts_to_fast_workers() -> None:
+    slow, fast = big_p(0, 0, tokens_per_s=1_000.0), big_p(1, 10_000, tokens_per_s=10_000.0)
+    routing = Routing("prompt_length")
+
+    def chosen(tokens: int) -> str | None:
+        need = replace(NEED, tokens=tokens)
+        return names(put(slow, fast, big_d(0), need=need, routing=routing))[1]
+
+    assert chosen(500) == "p-0"  # 0.5 s against a second's wait
+    assert chosen(2000) == "p-1"  # 2 s against 1.2 s
+    found = put(slow, fast, big_d(0), cached={"p-0": 1900}, routing=routing)
+    assert names(found)[1] == "p-1", "by length alone"
+
+
+def test_least_outstanding_alone_counts_requests() -> None:
+    full, many, few = big_d(0, 9000), big_d(1, 10), big_d(2, 5000)
+    full.load = replace(full.load, running=3)
+    many.load = replace(many.load, running=9)
+    few.load = replace(few.load, running=1, waiting_grants=1)
+    routing = Routing("least_outstanding")
+    assert names(put(big_p(0), full, many, few, routing=routing)) == ("d-2", "p-0")
+    few.assign_decode(10, 2)  # whose prompts are computed still
+    assert names(put(big_p(0), full, many, few, routing=routing)) == ("d-0", "p-0")
+    few.report(replace(few.load, running=0, waiting_grants=0))
+    assert few.outstanding == 2, "the heartbeat knows nothing of them yet"
+
+
+def test_least_load_alone_takes_least_kv() -> None:
+    full, many = big_d(0, 9000), big_d(1, 10)
+    many.load = replace(many.load, running=9)
+    assert names(put(big_p(0), full, many, routing=Routing("least_load"))) == ("d-1", "p-0")
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.8])
+def test_session_alone_stays_while_there_is_room(limit: float) -> None:
+    workers = [*[big_p(n) for n in range(3)], *[big_d(n) for n in range(3)]]
+    routing = Routing("session", session_kv_limit=limit)
+    first = put(*workers, need=session(7), routing=routing)
+    home = next(w for w in workers if w.id == first.decode)
+    used = int(10_000 * limit)
+    home.load = replace(home.load, kv_free=10_000 - used + 1)
+    assert names(put(*workers, need=session(7), routing=routing)) == names(first)
+    home.load = replace(home.load, kv_free=10_000 - used)
+    moved = put(*workers, need=session(7), routing=routing)
+    assert moved.decode != first.decode
+    assert moved.prefill == first.prefill
+
+
 def test_wrong_settings_are_told() -> None:
     with pytest.raises(ValueError, match="policy 'x'"):
         Routing("x")
