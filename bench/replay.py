@@ -87,13 +87,14 @@ class Result:
 
 def sessions(requests: Iterable[Request]) -> list[bytes]:
     """Each request's session, which traces don't tell: a prompt that begins with all whole
-    blocks of an earlier one goes on with that one's. Without blocks: of nobody knows which."""
+    blocks of an earlier one goes on with that one's, which then nobody else does: what many
+    begin with is no session. Without blocks: of nobody knows which."""
     ends: dict[bytes, bytes] = {}
     found = []
     for number, request in enumerate(requests):
         whole = request.blocks[:-1]  # the last one is seldom full, and no other's begin
-        before = next((ends[block] for block in reversed(whole) if block in ends), b"")
-        session = before or (b"%d" % number if whole else b"")
+        last = next((block for block in reversed(whole) if block in ends), b"")
+        session = ends.pop(last) if last else b"%d" % number if whole else b""
         if whole:
             ends[whole[-1]] = session
         found.append(session)

@@ -56,6 +56,9 @@ def test_turns_of_a_session_are_found_by_their_blocks() -> None:
         by_talk.setdefault(request.blocks[0].split(b"-")[0], set()).add(session)
     assert all(len(one) == 1 for one in by_talk.values()), by_talk
     assert len(set(found)) == 3
+    begins = [Request(0.0, 1100, 1, (b"system", b"%d" % one, b"rest")) for one in range(3)]
+    alone = Request(0.0, 600, 1, (b"system", b"end"))
+    assert len(set(sessions([alone, *begins]))) == 3, "what all begin with is nobody's"
     assert sessions([Request(0.0, 100, 1)]) == [b""], "no blocks, no session"
 
 
