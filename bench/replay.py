@@ -18,6 +18,7 @@ from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.policy import Unplaced, place
 from pd_router.prefixes import PrefixIndex
 from pd_router.routing import Chance, Routing
+from pd_router.speeds import Fit
 from pd_sim.job import Job, Prompt
 from pd_sim.loop import Loop
 from pd_sim.perf import Perf
@@ -191,7 +192,7 @@ class Replay:
             for worker in [_worker(role, number, perf)]
         }
         self.routers = [
-            _Router([replace(w.view) for w in self.workers.values()], routing)
+            _Router([replace(w.view, fit=Fit()) for w in self.workers.values()], routing)
             for _ in range(site.routers)
         ]
         self.sessions = sessions(trace.requests)
@@ -300,6 +301,7 @@ def _worker(role: Role, number: int, perf: Perf) -> _Simulated:
         max_model_tokens=1 << 20,
         usable=True,
         tokens_per_s=_SPEED_PROMPT_TOKENS / perf.prompt_s(_SPEED_PROMPT_TOKENS),
+        product=perf.product,
         kv_token_bytes=perf.kv.token_bytes,
         kv_layers=perf.kv.layers,
     )

@@ -6,6 +6,7 @@ import pytest
 from bench.replay import Replay, Result, Site, sessions
 from pd_core import known_models
 from pd_core.estimate import LINKS
+from pd_core.gpus import GPUS
 from pd_router.routing import PolicyName, Routing
 from pd_sim import perf
 from pd_sim.trace import Request, Trace
@@ -14,8 +15,8 @@ from pd_sim.trace import Request, Trace
 def site(routers: int) -> Site:
     model = known_models.find("llama-3-8b")
     assert model is not None
-    fast = perf.from_data_sheet(model, perf.GPUS["h100"], 1)
-    slow = perf.from_data_sheet(model, perf.GPUS["a100"], 1)
+    fast = perf.from_data_sheet(model, GPUS["h100"], 1)
+    slow = perf.from_data_sheet(model, GPUS["a100"], 1)
     return Site((fast, slow), (fast, slow), LINKS["rdma-400g"], routers)
 
 

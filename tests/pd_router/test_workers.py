@@ -34,6 +34,29 @@ def entry_of(r: Rig, name: str) -> dict[str, Any]:
     return next(entry for entry in r.workers.snapshot() if entry["worker"] == name)
 
 
+def test_speeds_by_length_are_learned_from_heartbeats(run: Run) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            worker = await r.add("prefill", "p-0")
+            view = view_of(r, worker)
+            assert view.product == "NVIDIA H100 PCIe"
+            load, tokens = worker.load, 0
+            for number in range(1, 30):
+                tokens = 1000 * (1 + number % 5)
+                worker.steps += 1
+                load.busy_s += 1e-4 * tokens + 1e-8 * tokens * tokens / 2
+                load.computed_tokens += tokens
+                load.computed_pairs += tokens * tokens // 2
+                load.pending_pairs = number
+                await until(lambda n=number: view.load.pending_pairs == n)
+            assert view.fit.speed is not None
+            assert view.fit.speed.token_s == pytest.approx(1e-4, rel=0.05)
+            assert view.fit.speed.pair_s == pytest.approx(1e-8, rel=0.05)
+            assert view.pending_pairs == 29
+
+    run(body())
+
+
 def test_a_new_router_waits_for_a_worker_that_decodes(run: Run) -> None:
     async def body() -> None:
         async with rig(settle_s=60.0) as r:
