@@ -174,6 +174,7 @@ class _Router:
             self.views.values(),
             cached,
             job.exclusions,
+            block_hash=job.prompt.at,
             routing=self.routing,
             chance=chance,
         )

@@ -261,11 +261,10 @@ def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
 class _Placer:
     """The policy over the workers of the moment, for one request (`moves.Placer`)."""
 
-    __slots__ = ("_hashed", "_hashes", "_salt", "_sessions", "_workers")
+    __slots__ = ("_hashed", "_hashes", "_salt", "_sessions")
 
     def __init__(self, sessions: Sessions, request: GenerateRequest) -> None:
         self._sessions = sessions
-        self._workers = sessions.workers
         self._salt = request.cache_salt
         self._hashed = request.token_ids
         self._hashes = PromptHashes(request.token_ids, request.cache_salt)
@@ -280,13 +279,14 @@ class _Placer:
         if self._hashed is not token_ids:
             self._hashed = token_ids
             self._hashes = PromptHashes(token_ids, self._salt)
-        hashes, prefixes = self._hashes, self._workers.prefixes
+        hashes, workers = self._hashes, self._sessions.workers
         return policy.place(
             need,
-            self._workers.views(),
-            lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
+            workers.views(),
+            lambda view: workers.prefixes.cached_tokens(view.id, hashes, view.block_tokens),
             exclusions,
             decode_at,
+            block_hash=hashes.at,
             routing=self._sessions.routing,
             chance=self._sessions.chance(),
         )

@@ -1,12 +1,15 @@
 """Covers bench.replay: a made trace with shared prefixes through simulated workers, with one
 router and with several; the default against policies that go by one thing."""
 
+from dataclasses import replace
+
 import pytest
 
 from bench.replay import Replay, Result, Site, sessions
 from pd_core import known_models
 from pd_core.estimate import LINKS
 from pd_core.gpus import GPUS
+from pd_router import policy
 from pd_router.routing import PolicyName, Routing
 from pd_sim import perf
 from pd_sim.trace import Request, Trace
@@ -68,6 +71,32 @@ def test_sessions_and_long_prompts_have_their_ways() -> None:
     assert session.hit_rate > chance.hit_rate
     length, load = replay("prompt_length", 1), replay("least_load", 1)
     assert length.ttft(50) < load.ttft(50), "on unequal GPUs"
+
+
+def documents(count: int) -> Trace:
+    """Each new document is asked about by four, within less than it takes to announce it."""
+    requests = [
+        Request(
+            at_s=2.5 * one + 0.25 * reader,
+            prompt_tokens=8192 + 100,
+            output_tokens=20,
+            blocks=(*(b"%d-%d" % (one, n) for n in range(16)), b"%d-%d-end" % (one, reader)),
+        )
+        for one in range(count)
+        for reader in range(4)
+    ]
+    return Trace(tuple(requests))
+
+
+def test_new_prefixes_are_split_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 routers, none of which knows what the others have just sent where."""
+    many = replace(site(8), prefill=site(8).prefill[:1] * 4)
+    routing = Routing(disaggregate="always")
+    together = Replay(many, documents(100), routing).run()
+    monkeypatch.setattr(policy, "_HOME_SLACK", float("-inf"))
+    split = Replay(many, documents(100), routing).run()
+    assert together.hit_rate > split.hit_rate + 0.05, (together.hit_rate, split.hit_rate)
+    assert together.ttft(90) <= split.ttft(90)
 
 
 def test_it_is_the_same_each_time() -> None:

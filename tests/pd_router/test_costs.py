@@ -1,7 +1,9 @@
 """Covers costs, routing, affinity and what worker views learn: predictions in seconds, the
 choice whether to disaggregate, sessions, several routers, and the policies by name."""
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,6 +37,7 @@ def put(
     cached: dict[str, int] | None = None,
     routing: Routing | None = None,
     chance: Chance | None = None,
+    blocks: tuple[bytes, ...] = (),
 ) -> Placement:
     known = cached or {}
     found = place(
@@ -42,6 +45,7 @@ def put(
         workers,
         lambda w: known.get(w.id.name, 0),
         Exclusions(),
+        block_hash=lambda size, block: blocks[block] if size and block < len(blocks) else None,
         routing=routing or Routing(),
         chance=chance or Chance(),
     )
@@ -185,6 +189,57 @@ def test_drawn_workers_do_not_hide_a_cached_prefix() -> None:
     for lot in range(50):
         found = put(*workers, cached={"p-5": 1900}, chance=Chance(lot, lot, 8.0))
         assert names(found) == ("d-0", "p-5")
+
+
+def homes(blocks: tuple[bytes, ...], *workers: WorkerView, **options: Any) -> set[str | None]:
+    """Where 50 choices of 8 routers send prompts that begin so."""
+    chances = [Chance(lot * 2654435761, lot, 8.0) for lot in range(50)]
+    found = [put(*workers, blocks=blocks, chance=chance, **options) for chance in chances]
+    return {names(one)[1] for one in found}
+
+
+def test_a_new_prefix_goes_where_every_router_sends_it() -> None:
+    workers = [*[big_p(n) for n in range(8)], big_d(0)]
+    assert len(homes((), *workers)) > 3, "prompts without a whole block go anywhere"
+    each = [homes((b"prefix-%d" % n,), *workers) for n in range(60)]
+    assert all(len(one) == 1 for one in each)
+    counts = Counter(name for one in each for name in one)
+    assert len(counts) == 8, "prefixes spread"
+    assert max(counts.values()) < 20
+    alone = put(*workers, blocks=(b"prefix-0",))
+    assert {names(alone)[1]} == each[0], "one that thinks itself alone sends it there too"
+    assert "its new prefix belongs there" in alone.reason
+
+
+def test_home_may_cost_a_little() -> None:
+    workers = [*[big_p(n, tokens_per_s=1000.0) for n in range(8)], big_d(0)]
+    [home] = homes((b"x",), *workers)
+    view = next(w for w in workers if w.id.name == home)
+    view.load = replace(view.load, pending_tokens=50)  # a fortieth of the prompt
+    assert homes((b"x",), *workers) == {home}
+    view.load = replace(view.load, pending_tokens=1500)
+    assert home not in homes((b"x",), *workers)
+
+
+def test_what_all_have_says_nothing_of_home() -> None:
+    """A system prompt that every worker has: what comes behind it decides."""
+    workers = [*[big_p(n) for n in range(8)], big_d(0)]
+    system = {f"p-{n}": 4 for n in range(8)}
+    each = [homes((b"system", b"talk-%d" % n), *workers, cached=system) for n in range(30)]
+    assert all(len(one) == 1 for one in each)
+    assert len({name for one in each for name in one}) > 4
+    [one] = homes((b"system", b"talk-0"), *workers, cached={"p-6": 1900})
+    assert one == "p-6", "who has it goes before"
+
+
+def test_home_takes_nothing_from_who_has_a_part() -> None:
+    has, home = big_p(0, tokens_per_s=1000.0), big_p(1, tokens_per_s=1000.0)
+    workers = (has, home, big_d(0))
+    new = next(key for key in (b"%d" % n for n in range(99)) if homes((key,), *workers) == {"p-1"})
+    has.load = replace(has.load, pending_tokens=50)  # to go home would take hardly longer
+    blocks = (*[b"a"] * 50, new)
+    assert homes(blocks, *workers, cached={"p-0": 200}) == {"p-0"}
+    assert homes(blocks, *workers, cached={"p-0": 200, "p-1": 200}) == {"p-1"}
 
 
 def test_how_many_routers_there_are_shows_in_the_load() -> None:

@@ -13,8 +13,10 @@ import pytest
 from pd_core.failures import FailureKind
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
-from pd_router.fleet import WorkerView
+from pd_router import affinity
+from pd_router.fleet import Role, WorkerView
 from pd_router.moves import WalkConfig
+from pd_router.prefixes import PromptHashes
 from pd_router.types import Bundle, Limits
 from pd_router.workers import Workers, WorkersConfig
 from tests.pd_router.fake_worker import FakeWorker
@@ -53,6 +55,28 @@ def test_speeds_by_length_are_learned_from_heartbeats(run: Run) -> None:
             assert view.fit.speed.token_s == pytest.approx(1e-4, rel=0.05)
             assert view.fit.speed.pair_s == pytest.approx(1e-8, rel=0.05)
             assert view.pending_pairs == 29
+
+    run(body())
+
+
+def test_new_prefixes_go_to_their_homes(run: Run) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            for number in range(4):
+                await r.add("prefill", f"p-{number}")
+            await r.add("decode", "d-0")
+            prefillers = [v for v in r.workers.views() if v.role is Role.PREFILL]
+            seen = set()
+            for first in range(6):
+                prompt = (first, *range(40))
+                key = PromptHashes(prompt).at(prefillers[0].block_tokens, 0)
+                assert key is not None
+                home = affinity.owner(key, prefillers)
+                assert home is not None
+                line = await r.complete(prompt=prompt)
+                assert line.prefill_worker == home.id.name
+                seen.add(home.id.name)
+            assert len(seen) > 1
 
     run(body())
 
