@@ -178,6 +178,7 @@ class _Choice:
         self._costs = Costs(need, usable, routing.link, chance.routers)
         self._known = known
         self._homes: dict[WorkerId, WorkerId] = {}  # of this prefix, by decode worker
+        self._prefills: dict[WorkerId, Prefill] = {}
         self._decode_s: dict[WorkerId, float] = {}
         self._partners: dict[WorkerId, list[WorkerView]] = {}
 
@@ -321,7 +322,11 @@ class _Choice:
         return min(ordered, key=self._costs.queue_s)
 
     def _prefill(self, worker: WorkerView) -> Prefill:
-        return self._costs.prefill(worker, self._known.cached_at(worker))
+        known = self._prefills.get(worker.id)
+        if known is None:
+            known = self._costs.prefill(worker, self._known.cached_at(worker))
+            self._prefills[worker.id] = known
+        return known
 
     # ---- both together ------------------------------------------------------------------
 
