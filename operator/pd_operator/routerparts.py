@@ -17,7 +17,16 @@ _COLLECTOR = re.compile(
     r"(?P<scheme>https?)://[-.a-zA-Z0-9]+(:(?P<port>[0-9]{1,5}))?(/[-._~a-zA-Z0-9/]*)?"
 )
 NO_LIVE_PAGE = "--no-live-page"
-_POLICIES = ("cost", "random", "round_robin", "least_load", "prefix", "session")
+_POLICIES = (
+    "cost",
+    "random",
+    "round_robin",
+    "least_load",
+    "least_outstanding",
+    "prompt_length",
+    "prefix",
+    "session",
+)
 _MOST_PER_MINUTE = 1e9
 _LONGEST_GOAL_S = 600.0
 _MOST_WEIGHT = 1000

@@ -248,6 +248,8 @@ class Announcer:
                 steps=core.steps,
                 busy_s=core.metrics.busy_s,
                 computed_tokens=core.metrics.computed_tokens,
+                computed_pairs=core.metrics.computed_pairs,
+                pending_pairs=load.pending_pairs,
             ),
         )
         self._feeds[address].fill(beat, core.prefixes)

@@ -308,4 +308,5 @@ class Worker:
             bundle_hash=self._loaded.bundle.bundle_hash,
             revision=settings.revision,
             prefill_tokens_per_s=runner.prefill_tokens_per_s,
+            product=runner.product,
         )

@@ -107,6 +107,13 @@ class Runner:
         return self._paged.attention.way
 
     @property
+    def product(self) -> str:
+        """What computes here: of two that are called the same, the speed is about the same."""
+        if self._model.device.type == "cuda":
+            return str(torch.cuda.get_device_name(self._model.device))
+        return f"{self._model.device.type} x{torch.get_num_threads()}"
+
+    @property
     def kv_buffer(self) -> memoryview:
         """The whole pool, writable bytes, block after block."""
         buffer = self._paged.pool.buffer

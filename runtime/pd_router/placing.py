@@ -49,6 +49,7 @@ class RequestPlacer:
             lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
             exclusions,
             decode_at,
+            block_hash=hashes.at,
             routing=self._routing,
             chance=self._chance(),
         )

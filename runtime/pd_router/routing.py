@@ -6,7 +6,16 @@ from typing import Literal, NamedTuple, get_args
 from pd_core.estimate import LINKS, Link
 from pd_router.hedging import Hedge
 
-PolicyName = Literal["cost", "random", "round_robin", "least_load", "prefix", "session"]
+PolicyName = Literal[
+    "cost",
+    "random",
+    "round_robin",
+    "least_load",
+    "least_outstanding",
+    "prompt_length",
+    "prefix",
+    "session",
+]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 Disaggregate = Literal["auto", "always", "never"]
 DISAGGREGATE: tuple[Disaggregate, ...] = get_args(Disaggregate)
@@ -21,9 +30,11 @@ class Routing:
     |---|---|---|
     | random | any | any |
     | round_robin | in turn | in turn |
-    | least_load | least KV in use | fewest tokens waiting |
+    | least_load | least KV in use | soonest through with what waits |
+    | least_outstanding | fewest requests that aren't through | as least_load |
+    | prompt_length | least KV in use | soonest through with a prompt of this length |
     | prefix | least KV in use | longest cached prefix |
-    | session | the session's, else least KV | the session's, else fewest tokens |
+    | session | the session's, else least KV | the session's, else least load |
     """
 
     policy: PolicyName = "cost"

@@ -237,6 +237,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             "max_model_tokens": view.max_model_tokens,
             "kv_token_bytes": view.kv_token_bytes,
             "kv_layers": view.kv_layers,
+            "product": view.product,
             "load": {name: getattr(load, name) for name in LoadReport.__dataclass_fields__},
         }
 
@@ -343,6 +344,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             max_model_tokens=hello.capacity.max_model_tokens,
             revision=hello.revision,
             tokens_per_s=hello.prefill_tokens_per_s,
+            product=hello.product,
             kv_token_bytes=hello.kv_format.block_bytes / hello.kv_format.block_tokens,
             kv_layers=max(hello.kv_format.layers, 1),
         )

@@ -8,8 +8,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from pd_core.work import pairs
 from pd_engine.announce import Announcer
-from pd_engine.types import PrefixChanges
+from pd_engine.metrics import Metrics
+from pd_engine.types import Batch, PrefixChanges, Row
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -44,6 +46,7 @@ class Process(engine_pb2_grpc.ControlServicer):
             async for report in requests:
                 assert report.HasField("heartbeat")
                 self.counts.append(report.heartbeat.routers)
+                self.load = report.heartbeat.load
                 self.beat.set()
         finally:
             self.gone.set()
@@ -55,7 +58,7 @@ def announcer(port: int) -> Announcer:
     )
     core: Any = SimpleNamespace(
         scheduler=SimpleNamespace(load=lambda: load),
-        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0),
+        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0, computed_pairs=7),
         draining=False,
         steps=0,
         step_median_s=lambda: 0.0,
@@ -68,6 +71,16 @@ def announcer(port: int) -> Announcer:
     )
 
 
+def test_attention_is_counted_by_pairs_whatever_the_chunks() -> None:
+    """100 tokens in two chunks behind 50 that are cached, and a step of decode."""
+    metrics = Metrics("m", "prefill", "w")
+    for tokens, start in ((60, 50), (40, 110), (1, 1000)):
+        row = Row(0, [0] * tokens, start, [0])
+        metrics.step(Batch(0, (row,)), 0.1)
+    assert metrics.computed_tokens == 101
+    assert metrics.computed_pairs == int(pairs(100, 50) + 1000)
+
+
 def test_each_process_of_a_router_is_told() -> None:
     async def scenario() -> None:
         processes = [Process(), Process(), Process()]
@@ -78,6 +91,7 @@ def test_each_process_of_a_router_is_told() -> None:
             async with asyncio.timeout(20):
                 for process in processes:
                     await process.beat.wait()
+                    assert process.load.computed_pairs == 7
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

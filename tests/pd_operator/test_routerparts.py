@@ -1,12 +1,15 @@
 """Covers pd_operator.routerparts: routing and admission as flags, which the router reads."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pd_operator import api, desired
 from pd_operator.podparts import Settings
 from pd_operator.podspec import router_template
+from pd_router import routing as router_routing
 from pd_router import settings as router_settings
 from tests.pd_operator.objects import SETTINGS, document, rendered
 
@@ -20,6 +23,17 @@ def flags(**spec: Any) -> tuple[str, ...]:
 def test_defaults_make_no_flags() -> None:
     assert flags() == ()
     assert flags(routing={"policy": "cost", "sessionKvLimit": 0.8}, admission={}) == ()
+
+
+def test_operator_router_and_crd_know_the_same_policies() -> None:
+    crd = yaml.safe_load(Path("crds/pdcluster.dev_pdclusters.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for name in ("spec", "router", "routing", "policy"):
+        schema = schema["properties"][name]
+    assert tuple(schema["enum"]) == router_routing.POLICIES
+    for policy in router_routing.POLICIES:
+        given = flags(routing={"policy": policy})
+        assert given == (() if policy == "cost" else (f"--policy={policy}",))
 
 
 def test_tracing_is_the_routers() -> None:

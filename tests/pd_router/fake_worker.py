@@ -219,6 +219,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
             bundle_hash=self.bundle_hash,
             revision=self.revision,
             prefill_tokens_per_s=1e6,
+            product="NVIDIA H100 PCIe",
         )
 
     async def _announce(self, control: str) -> None:

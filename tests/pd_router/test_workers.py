@@ -13,8 +13,10 @@ import pytest
 from pd_core.failures import FailureKind
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
-from pd_router.fleet import WorkerView
+from pd_router import affinity
+from pd_router.fleet import Role, WorkerView
 from pd_router.moves import WalkConfig
+from pd_router.prefixes import PromptHashes
 from pd_router.types import Bundle, Limits
 from pd_router.workers import Workers, WorkersConfig
 from tests.pd_router.fake_worker import FakeWorker
@@ -32,6 +34,51 @@ def view_of(r: Rig, fake: FakeWorker) -> WorkerView:
 
 def entry_of(r: Rig, name: str) -> dict[str, Any]:
     return next(entry for entry in r.workers.snapshot() if entry["worker"] == name)
+
+
+def test_speeds_by_length_are_learned_from_heartbeats(run: Run) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            worker = await r.add("prefill", "p-0")
+            view = view_of(r, worker)
+            assert view.product == "NVIDIA H100 PCIe"
+            load, tokens = worker.load, 0
+            for number in range(1, 30):
+                tokens = 1000 * (1 + number % 5)
+                worker.steps += 1
+                load.busy_s += 1e-4 * tokens + 1e-8 * tokens * tokens / 2
+                load.computed_tokens += tokens
+                load.computed_pairs += tokens * tokens // 2
+                load.pending_pairs = number
+                await until(lambda n=number: view.load.pending_pairs == n)
+            assert view.fit.speed is not None
+            assert view.fit.speed.token_s == pytest.approx(1e-4, rel=0.05)
+            assert view.fit.speed.pair_s == pytest.approx(1e-8, rel=0.05)
+            assert view.pending_pairs == 29
+
+    run(body())
+
+
+def test_new_prefixes_go_to_their_homes(run: Run) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            for number in range(4):
+                await r.add("prefill", f"p-{number}")
+            await r.add("decode", "d-0")
+            prefillers = [v for v in r.workers.views() if v.role is Role.PREFILL]
+            seen = set()
+            for first in range(6):
+                prompt = (first, *range(40))
+                key = PromptHashes(prompt).at(prefillers[0].block_tokens, 0)
+                assert key is not None
+                home = affinity.owner(key, prefillers)
+                assert home is not None
+                line = await r.complete(prompt=prompt)
+                assert line.prefill_worker == home.id.name
+                seen.add(home.id.name)
+            assert len(seen) > 1
+
+    run(body())
 
 
 def test_a_new_router_waits_for_a_worker_that_decodes(run: Run) -> None:

@@ -51,6 +51,7 @@ class NoMetrics:
 
     busy_s = 0.0
     computed_tokens = 0
+    computed_pairs = 0
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None

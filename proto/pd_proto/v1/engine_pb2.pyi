@@ -89,7 +89,7 @@ class Capacity(_message.Message):
     def __init__(self, kv_blocks: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queued: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s")
+    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "product")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Hello(_message.Message):
     BUNDLE_HASH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: str
     role: Role
@@ -118,7 +119,8 @@ class Hello(_message.Message):
     bundle_hash: str
     revision: str
     prefill_tokens_per_s: float
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
+    product: str
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., product: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s", "control_ports")
@@ -172,7 +174,7 @@ class TokenizerBundle(_message.Message):
     def __init__(self, bundle_hash: _Optional[str] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., add_bos: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "running", "waiting_grants", "pending_tokens", "kv_blocks", "kv_free", "kv_cached", "kv_active", "kv_granted", "kv_quarantined", "step_s", "steps", "busy_s", "computed_tokens")
+    __slots__ = ("queued", "running", "waiting_grants", "pending_tokens", "kv_blocks", "kv_free", "kv_cached", "kv_active", "kv_granted", "kv_quarantined", "step_s", "steps", "busy_s", "computed_tokens", "computed_pairs", "pending_pairs")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_GRANTS_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,8 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PAIRS_FIELD_NUMBER: _ClassVar[int]
     queued: int
     running: int
     waiting_grants: int
@@ -201,7 +205,9 @@ class Load(_message.Message):
     steps: int
     busy_s: float
     computed_tokens: int
-    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    computed_pairs: int
+    pending_pairs: int
+    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., computed_pairs: _Optional[int] = ..., pending_pairs: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("seq", "state", "load", "prefix_gained", "prefix_lost", "prefix_reset", "routers")
