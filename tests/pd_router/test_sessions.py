@@ -316,10 +316,13 @@ def test_token_0_survives_the_prefill_workers_death_after_the_seal(run: Run) -> 
 def test_a_prefill_that_hangs_is_hedged(run: Run, wins: str) -> None:
     async def body() -> None:
         async with rig(routing=Routing(hedge=Hedge(after_s=0.05))) as r:
-            slow, other = await r.add("prefill", "p-0"), await r.add("prefill", "p-1")
+            both = [await r.add("prefill", name) for name in ("p-0", "p-1")]
             decode = await r.add("decode", "d-0")
-            slow_gate, other_gate = slow.gate("prefill"), other.gate("prefill")
+            gates = {worker.name: worker.gate("prefill") for worker in both}
             request, sink, generation = r.start()
+            await until(lambda: any(w.seen.prefills for w in both), "the prompt is sent")
+            slow, other = both if both[0].seen.prefills else both[::-1]
+            slow_gate, other_gate = gates[slow.name], gates[other.name]
             await until(lambda: other.seen.prefills, "the hedge is sent")
             (other_gate if wins == "the second" else slow_gate).set()
             await sink.wait()
@@ -334,8 +337,8 @@ def test_a_prefill_that_hangs_is_hedged(run: Run, wins: str) -> None:
             assert r.hooks.hedges == [wins == "the second"]
             assert not r.hooks.retries
             line = generation.timeline
-            assert line.prefill_worker == ("p-1" if wins == "the second" else "p-0")
-            assert "p-1 computed it too" in line.reason
+            assert line.prefill_worker == (other if wins == "the second" else slow).name
+            assert f"{other.name} computed it too" in line.reason
 
     run(body())
 
