@@ -24,7 +24,7 @@ from tests.ports import free_port
 
 PROGRAM = "/usr/bin/prometheus"
 MONITORING = "monitoring.coreos.com/v1"
-SPEED = 20
+SPEED = 10
 SCRAPE_S = 1
 DEADLINE_S = 60.0
 _SPAN = re.compile(r"\b(\d+)([smhd])\b")
