@@ -141,7 +141,7 @@ proto: $(STAMP) ## generate the Python modules of proto/ again
 	@$(BIN)/python -m scripts.generate_proto proto
 
 .PHONY: chart
-chart: $(STAMP) ## copy the CRDs and the operator's rights into the chart again
+chart: $(STAMP) ## write the chart's CRDs, rights, schema and table of values again
 	@$(BIN)/python -m scripts.chart
 
 .PHONY: dashboards

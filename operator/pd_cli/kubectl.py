@@ -22,7 +22,8 @@ from pd_cli import main as here
 
 _ROUTERS = "pdcluster.dev/role=router,pdcluster.dev/cluster={}"
 _PODS = "pdcluster.dev/cluster={}"
-_OPERATORS = "app.kubernetes.io/component=operator,app.kubernetes.io/name=pdcluster-operator"
+_OPERATORS = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=pdcluster"
+"""Whatever the release and the chart are called (`nameOverride`)."""
 _ADMIN_PORT = 9090
 _FORWARD_S = 20.0
 _CALL_S = 60.0
