@@ -153,6 +153,7 @@ dashboards: $(STAMP) ## write the chart's dashboards again
 docs: $(STAMP) ## write again what of the pages is made of the code, and build them into build/site
 	@$(BIN)/python -m scripts.module_list
 	@$(BIN)/python -m scripts.reference
+	@$(BIN)/python -m scripts.pictures
 	@scripts/packages.sh docs
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=build/packages/docs $(BIN)/python -m mkdocs build --strict --quiet
 
