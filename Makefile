@@ -142,7 +142,7 @@ proto: $(STAMP) ## generate the Python modules of proto/ again
 	@$(BIN)/python -m scripts.generate_proto proto
 
 .PHONY: chart
-chart: $(STAMP) ## copy the CRDs and the operator's rights into the chart again
+chart: $(STAMP) ## write the chart's CRDs, rights, schema and table of values again
 	@$(BIN)/python -m scripts.chart
 
 .PHONY: dashboards
@@ -154,6 +154,7 @@ dashboards: $(STAMP) ## write the chart's dashboards again
 docs: $(STAMP) ## write again what of the pages is made of the code, and build them into build/site
 	@$(BIN)/python -m scripts.module_list
 	@$(BIN)/python -m scripts.reference
+	@$(BIN)/python -m scripts.pictures
 	@scripts/packages.sh docs
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=build/packages/docs $(BIN)/python -m mkdocs build --strict --quiet
 
