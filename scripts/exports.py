@@ -50,6 +50,6 @@ def _of(registry: CollectorRegistry) -> Iterator[Exported]:
     collectors: list[Any] = list(registry._collector_to_names)
     for one in collectors:
         if isinstance(one, Histogram):
-            yield Exported(one._name, "histogram", ("model", "pool"), one._text)
+            yield Exported(one._name, "histogram", one.labels, one._text)
         else:
             yield Exported(one._name, one._type, tuple(one._labelnames), one._documentation)

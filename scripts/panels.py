@@ -10,6 +10,8 @@ from typing import Literal
 OF = 'namespace="$namespace",pdcluster_dev_cluster="$cluster"'
 _RECORDED = 'namespace="$namespace",pdcluster="$cluster"'
 _RATE = "$__rate_interval"
+_KNOWN = 'class!=""'
+_OURS = 'status=~"200|429|5.."'
 Kind = Literal["lines", "stacked", "number"]
 
 
@@ -83,6 +85,10 @@ def _burn(metric: str) -> str:
     return f"{late} / on (namespace, pdcluster) (1 - {objective})"
 
 
+def _of_class(metric: str, labels: str) -> str:
+    return _rate(f"pdcluster_router_{metric}_total", "class", labels)
+
+
 _R, _E, _O = "pdcluster_router", "pdcluster_engine", "pdcluster_operator"
 
 USERS = Board(
@@ -104,6 +110,26 @@ USERS = Board(
                    "hour somebody is woken.",
                    (_burn("ttft"), "TTFT"), (_burn("tpot"), "TPOT"),
                    (f'pdcluster:slo:target_seconds{{{_RECORDED},slo="ttft"}}', "TTFT target (s)")),
+        )),
+        Row("By class of service", (
+            _panel("Answers within their promises", "percentunit",
+                   "Of all requests that weren't the client's mistake: those whose answer met the "
+                   "TTFT and TPOT of its class (router.admission.classes), else of spec.slo. "
+                   "Refused and failed ones missed it.",
+                   (f"{_of_class('goodput_requests', _KNOWN)} / "
+                    f"{_of_class('requests', f'{_KNOWN},{_OURS}')}", "{{class}}")),
+            _panel("Goodput", "reqps", "Requests a second that met their promises.",
+                   (_of_class("goodput_requests", _KNOWN), "{{class}}"), kind="stacked"),
+            _panel("Requests", "reqps",
+                   "By class. Without one: those that ended before it was known, such as by a "
+                   "wrong API key.",
+                   (_of_class("requests", ""), "{{class}}"), kind="stacked"),
+            _panel("Time to the first token, by class", "s", "",
+                   *_quantiles(f"{_R}_ttft_seconds", "class", 0.5, 0.99)),
+            _panel("Time per token, by class", "s", "",
+                   *_quantiles(f"{_R}_tpot_seconds", "class", 0.5, 0.99)),
+            _panel("Wait in the router, by class", "s", "",
+                   *_quantiles(f"{_R}_queue_seconds", "class", 0.99)),
         )),
         Row("Latency", (
             _panel("Time to the first token", "s", "From the request to its first text.",

@@ -58,7 +58,7 @@ async def _run(settings: Settings) -> None:
         closing.callback(_close, http_sockets)
         admin_sockets = listen(settings.admin) if member is None else [inherited(member.admin_fd)]
         closing.callback(_close, admin_sockets)
-        metrics = Metrics(settings.model)
+        metrics = Metrics(settings.model, promises=settings.promises)
         journal = Journal(metrics, await closing.enter_async_context(_spans(settings, metrics)))
         workers = Workers(_workers_config(settings), _certificates(settings))
         control_port = settings.control.port + (member.index if member else 0)

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_router.admin import AdminApp
 from pd_router.app import AppSettings, RouterApp
+from pd_router.classes import NO_PROMISES
 from pd_router.http import HttpServer, bind
 from pd_router.journal import Journal, Spans
 from pd_router.keys import Keyring
@@ -252,7 +253,7 @@ async def rig(
     if bundled and bundle is None:
         bundle = tiny_bundle()
     workers, sessions = PlayedWorkers(bundle), PlayedSessions()
-    texts, metrics = Texts(workers), Metrics(MODEL)
+    texts, metrics = Texts(workers), Metrics(MODEL, promises=settings.get("promises", NO_PROMISES))
     journal = Journal(metrics, spans)
     app = RouterApp(
         AppSettings(model=MODEL, **settings),

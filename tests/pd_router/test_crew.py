@@ -55,6 +55,7 @@ def process(tokens: int, queued: int, workers: list[dict[str, Any]]) -> Metrics:
         timeline.ttft_s = 0.1
         metrics.first_text(timeline, 0.1)
         metrics.generation_done(timeline)
+        metrics.answered("default", [timeline])
         metrics.gap_observer(timeline)(0.01)
     metrics.running.set(tokens)
     metrics.ready.set(1)
@@ -87,6 +88,7 @@ def test_counters_add_up_and_workers_are_counted_once() -> None:
         for sample in family.samples
     }
     assert samples["pdcluster_router_running_requests", ""] == 5
+    assert samples["pdcluster_router_goodput_requests_total", ""] == 5
     assert samples["pdcluster_router_ready", ""] == 1
     assert samples["pdcluster_router_completion_tokens_total", ""] == 3 + 6
     assert samples["pdcluster_router_itl_seconds_bucket", "0.01"] == 5
