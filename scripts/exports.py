@@ -39,7 +39,9 @@ def exported() -> dict[str, list[Exported]]:
         "engine": EngineMetrics("m", "decode", "w").registry,
         "operator": operator.registry,
     }
-    return {program: sorted(_of(registry), key=_name) for program, registry in registries.items()}
+    found = {program: list(_of(registry)) for program, registry in registries.items()}
+    found["operator"] += [Exported(s.name, s.kind, s.labels, s.text) for s in operator.series]
+    return {program: sorted(some, key=_name) for program, some in found.items()}
 
 
 def _name(one: Exported) -> str:

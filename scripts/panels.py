@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 OF = 'namespace="$namespace",pdcluster_dev_cluster="$cluster"'
+# As the operator tells of a PDCluster.
+_TOLD = 'pdcluster_namespace="$namespace",pdcluster="$cluster"'
 _RECORDED = 'namespace="$namespace",pdcluster="$cluster"'
 _RATE = "$__rate_interval"
 _KNOWN = 'class!=""'
@@ -90,6 +92,17 @@ def _of_class(metric: str, labels: str) -> str:
 
 
 _R, _E, _O = "pdcluster_router", "pdcluster_engine", "pdcluster_operator"
+
+
+def _pool_replicas(states: str) -> str:
+    own = f'{_TOLD},state=~"{states}"'
+    return f"max by (role, state) ({_O}_pool_replicas{{{own}}})"
+
+
+def _decisions(decision: str) -> str:
+    own = f'{_TOLD},decision="{decision}"'
+    return f"sum by (role, reason) (increase({_O}_scaling_decisions_total{{{own}}}[5m]))"
+
 
 USERS = Board(
     "users",
@@ -175,13 +188,21 @@ POOLS = Board(
                    (f"count by (pool) ({_E}_running_sequences{{{OF}}})", "{{pool}}")),
             _panel("A usable pair is there", "bool_yes_no", "As each router sees it.",
                    (f"min({_R}_ready{{{OF}}})", "ready"), kind="number"),
+            _panel("Wanted and ready", "short", "As the operator has it.",
+                   (_pool_replicas("desired|ready"), "{{role}} {{state}}")),
+            _panel("On their way out", "short",
+                   "Workers that drain, and those of an older revision that still are there: a "
+                   "rollout is over when there are none.",
+                   (_pool_replicas("draining|outdated"), "{{role}} {{state}}")),
             _panel("Why sizes changed", "short",
-                   "Decisions of the operator in five minutes, of all PDClusters together.",
-                   (f"sum by (role, decision, reason) (increase({_O}_scaling_decisions_total[5m]))",
-                    "{{role}} {{decision}} {{reason}}"), kind="stacked"),
-            _panel("Rollouts and repairs", "short",
-                   "What the operator wrote in five minutes, of all PDClusters together.",
-                   (f"sum by (operation, kind) (increase({_O}_operations_total[5m]))",
+                   "In five minutes. Events of the PDCluster, the live page and kubectl pd explain "
+                   "have the numbers.",
+                   (_decisions("scale"), "{{role}} {{reason}}"), kind="stacked"),
+            _panel("Why they stay as they are", "short", "Looks of the operator in five minutes.",
+                   (_decisions("hold"), "{{role}} {{reason}}"), kind="stacked"),
+            _panel("Rollouts and repairs", "short", "What the operator wrote in five minutes.",
+                   ("sum by (operation, kind) "
+                    f"(increase({_O}_operations_total{{{_TOLD}}}[5m]))",
                     "{{operation}} {{kind}}"), kind="stacked"),
         )),
         Row("Load", (

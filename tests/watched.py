@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pd_operator import alerts
+from pd_operator import alerts, series
 from scripts import exports
 from scripts.chart import CHART, ROOT
 from tests.pd_operator.objects import cluster
@@ -31,7 +31,7 @@ def exported() -> dict[str, set[str]]:
 def used(expression: str) -> set[str]:
     """The metrics that it names, without what a series' name says of its part."""
     names = set(_NAME.findall(re.sub(r'"[^"]*"', '""', expression)))
-    names -= {alerts.CLUSTER_LABEL}
+    names -= {alerts.CLUSTER_LABEL, *series.OF}
     return {base(name) for name in names}
 
 

@@ -123,6 +123,9 @@ class Listener:
     def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
         """How large each pool is to be, and why."""
 
+    def pools(self, key: Key, counts: Mapping[Role, Mapping[str, int]]) -> None:
+        """How many workers each pool has, by state."""
+
     def told(self, one: Told) -> None:
         """A pool's decision is another one than before."""
 
@@ -264,6 +267,7 @@ class Reconciler:
         done = await self._carry_out(key, wanted, seen)
         unsaid_s = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
+        self._listener.pools(key, status.pool_counts(wanted, done.seen))
         lost = self._lost(key, done.seen)
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now, lost)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)

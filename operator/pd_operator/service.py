@@ -237,6 +237,7 @@ class Operator(Listener):
             self._looked_at[key] = time.monotonic()
         else:
             self._looked_at.pop(key, None)
+            self._metrics.forget(key)
         document = self._informer.get(PDCLUSTER.kind, *key)
         if document is not None:
             self._uids[key] = document["metadata"]["uid"]
@@ -253,12 +254,13 @@ class Operator(Listener):
     # ---- what the reconciler tells -----------------------------------------------------
 
     def operation(self, key: Key, operation: rollout.Operation) -> None:
-        del key
-        self._metrics.operated(operation)
+        self._metrics.operated(key, operation)
 
     def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
-        del key
-        self._metrics.decided(decisions)
+        self._metrics.decided(key, decisions)
+
+    def pools(self, key: Key, counts: Mapping[Role, Mapping[str, int]]) -> None:
+        self._metrics.pools(key, counts)
 
     def notices(self, document: Manifest, found: Sequence[Notice]) -> None:
         self._recorder.add(document, found)

@@ -67,6 +67,8 @@ def test_everything_is_made_once_and_forgotten_with_its_object(run):
             await until(lambda: operator.unready() == "")
             kinds = {place[0] for place in api.objects}
             assert {"StatefulSet", "Deployment", "Service", "PDPool"} <= kinds
+            own = 'pdcluster_namespace="ns",pdcluster="chat",role="decode",state="desired"'
+            assert f"pdcluster_operator_pool_replicas{{{own}}} 1\n" in metrics.render().decode()
             await asyncio.sleep(0.3)
             api.asked.clear()
             await asyncio.sleep(0.3)
@@ -78,6 +80,7 @@ def test_everything_is_made_once_and_forgotten_with_its_object(run):
             assert not operator._reconciler._written_at
             assert not operator._reconciler._calm
             assert looks(metrics, "ok") > 1
+            assert 'pdcluster="chat"' not in metrics.render().decode()
 
     run(scenario())
 

@@ -38,22 +38,20 @@ DEADLINE_S = 60.0
 ROUNDS = 8
 # What a cluster that is well has nothing of; its query is only known to be valid here.
 NOTHING = {
-    "pdcluster_engine_failures_total": "no request fails at a worker that is well",
-    "pdcluster_engine_kv_store_failures_total": "no store fails",
-    "pdcluster_engine_kv_restores_declined_total": "reading is faster than computing here",
     "pdcluster_router_trace_spans_total": "nobody asked for traces",
 }
-_VARIABLES = {"$__rate_interval": WINDOW, "$namespace": "default", "$cluster": "test"}
-_LABELS = {"namespace": "default", alerts.CLUSTER_LABEL: "test"}
+CLUSTER = "test"
+_LABELS = {"namespace": "default", alerts.CLUSTER_LABEL: CLUSTER}
+_VARIABLES = {"$__rate_interval": WINDOW, "$namespace": "default", "$cluster": CLUSTER}
 SLO = {"ttft": {"percentile": 50, "target": "60s"}, "tpot": {"percentile": 50, "target": "10s"}}
 
 
-def pdcluster(name: str) -> dict[str, Any]:
+def pdcluster(name: str, least: int = 1) -> dict[str, Any]:
     """One whose pools the operator sizes."""
-    scaling = {"mode": "SLO", "minReplicas": 1, "maxReplicas": 3}
+    scaling = {"mode": "SLO", "minReplicas": least, "maxReplicas": 3}
     target = {"percentile": 99, "target": "1s"}
     return document(**{
-        "metadata.name": name, "metadata.namespace": "ns",
+        "metadata.name": name, "metadata.namespace": _LABELS["namespace"],
         "metadata.creationTimestamp": "2026-01-01T00:00:00Z",
         "spec.prefill": {"scaling": scaling}, "spec.decode": {"scaling": scaling},
         "spec.slo": {"ttft": target, "tpot": target},
@@ -83,8 +81,9 @@ class Operating:
 
     async def _run(self) -> None:
         fake = FakeApi()
-        await fake.put(pdcluster("chat"))
-        async with operating(fake, resync_s=1.0) as (operator, metrics):
+        await fake.put(pdcluster(CLUSTER))
+        namespace = _LABELS["namespace"]
+        async with operating(fake, resync_s=1.0, namespace=namespace) as (operator, metrics):
             await until(lambda: operator.unready() == "")
             page = {"/metrics": lambda: web.Page(metrics.render(), content_type=CONTENT_TYPE)}
             async with web.serving({("127.0.0.1", 0): page}) as [port]:
@@ -97,8 +96,10 @@ class Operating:
         number = 0
         while not self._stop.is_set():
             number += 1
-            await fake.put(pdcluster(f"chat-{number % 3}"))
-            await fake.remove("PDCluster", "ns", f"chat-{number % 3}")
+            name = f"{CLUSTER}-{number % 3}"
+            await fake.put(pdcluster(CLUSTER, least=1 + number % 2))
+            await fake.put(pdcluster(name))
+            await fake.remove("PDCluster", _LABELS["namespace"], name)
             fake.refuse = {"watch": 500} if number % 3 == 0 else {}
             await fake.hang_up()
             try:
