@@ -68,6 +68,7 @@ class Metrics:
             "unauthorized", "Requests without a right API key"
         ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
+        self._start_failures()
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
             model
@@ -83,6 +84,13 @@ class Metrics:
             "trace_spans", "Spans of requests by what became of them", "result"
         )
         self._held = self._gauge("held_requests", "Requests that wait for a first worker")
+
+    def _start_failures(self) -> None:
+        """From 0 on: `increase` and `rate` don't see the event that a series begins with."""
+        for kind in FailureKind:
+            self._failures.labels(self.model, kind.value)
+            if Failure(kind, "").traits.retryable:
+                self._retries.labels(self.model, kind.value)
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()

@@ -100,6 +100,17 @@ def test_a_request_that_never_got_anywhere_counts_no_stages() -> None:
     assert value(metrics, "retries_total", kind="worker_lost") == 1
 
 
+def test_the_first_failure_and_the_first_retry_are_an_increase() -> None:
+    """Each kind that there can be begins at 0."""
+    metrics = Metrics(MODEL)
+    for kind in FailureKind:
+        assert value(metrics, "failures_total", kind=kind.value) == 0
+        retried = value(metrics, "retries_total", kind=kind.value)
+        assert retried == (0 if Failure(kind, "").traits.retryable else None)
+    metrics.on_retry(Failure(FailureKind.WORKER_LOST, ""))
+    assert value(metrics, "retries_total", kind="worker_lost") == 1
+
+
 def test_buckets_go_from_a_millisecond_to_two_minutes() -> None:
     metrics = Metrics(MODEL)
     metrics.generation_done(a_timeline(**SERVED))
