@@ -247,6 +247,7 @@ async def rig(
     keyring: Keyring | None = None,
     live_page: bool = True,
     spans: Spans | None = None,
+    host: str = "127.0.0.1",
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running router, with the tiny model's bundle unless another is given."""
@@ -264,11 +265,11 @@ async def rig(
         journal,
         keyring,
     )
-    client = HttpServer(app, bind(Address("127.0.0.1", 0)))
+    client = HttpServer(app, bind(Address(host, 0)))
     page = LivePage(app) if live_page else None
     told = (lambda: None) if keyring is None else (lambda: keyring.clients)
     pages = AdminApp("router-0", workers, metrics, journal, live_page=page, clients=told)
-    admin = HttpServer(pages, bind(Address("127.0.0.1", 0)))
+    admin = HttpServer(pages, bind(Address(host, 0)))
     try:
         async with admin.serving(), client.serving():
             if bundle is not None:

@@ -259,6 +259,11 @@ def test_the_admin_page_of_several() -> None:
             status, said = await site.post(site.admin, page.CHAT, chat)  # by one of the processes
             assert (status, said["error"]["type"]) == (400, "invalid_request_error")
             assert "chat template" in said["error"]["message"]
+            decision = {"time": "t", "pool": "decode", "to": 2, "reason": "r", "text": "why"}
+            status, _ = await site.post(site.admin, "/scaling", {"standing": [decision]})
+            assert status == 200
+            [told] = (await site.page("/debug/state"))["sizes"]["standing"]
+            assert told["text"] == "why"
             status, _ = await site.post(site.admin, page.CHAT, chat, origin="https://evil.example")
             assert status == 403
 
