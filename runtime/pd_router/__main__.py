@@ -127,8 +127,10 @@ async def _spans(settings: Settings, metrics: Metrics) -> AsyncIterator[Spans | 
     if settings.trace_endpoint is None:
         yield None
         return
-    from pd_router.tracing import Tracing  # an extra: it needn't be there
+    from pd_router.tracing import LOST, SENT, Tracing  # an extra: it needn't be there
 
+    for result in (SENT, LOST):  # so that the first ones are an increase
+        metrics.spans(result, 0)
     made = Tracing(
         settings.trace_endpoint, settings.trace_ratio, settings.model, settings.router_name,
         metrics.spans,

@@ -7,13 +7,14 @@ middle of a stream. The operator runs over a fake API server.
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import threading
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,23 @@ from pd_operator import alerts, api, web
 from pd_operator.metrics import CONTENT_TYPE
 from tests import client
 from tests.cluster import Cluster, http_get, serving, spec
+from tests.collector import collecting
 from tests.pd_operator.fake_api import FakeApi
 from tests.pd_operator.objects import document
 from tests.pd_operator.test_service import operating, until
 from tests.ports import free_port
 from tests.tiny_model import tiny_model_dir
 from tests.watch.conftest import PROMETHEUS
-from tests.watched import BOARDS, queries
+from tests.watched import BOARDS, queries, variables
 
 SCRAPE_S = 1
 WINDOW = "30s"  # of rates, where Grafana would choose by its step
 DEADLINE_S = 60.0
 ROUNDS = 8
-# What a cluster that is well has nothing of; its query is only known to be valid here.
-NOTHING = {
-    "pdcluster_router_trace_spans_total": "nobody asked for traces",
-}
 CLUSTER = "test"
 _LABELS = {"namespace": "default", alerts.CLUSTER_LABEL: CLUSTER}
 _VARIABLES = {"$__rate_interval": WINDOW, "$namespace": "default", "$cluster": CLUSTER}
+_LABEL_VALUES = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)")
 SLO = {"ttft": {"percentile": 50, "target": "60s"}, "tpot": {"percentile": 50, "target": "10s"}}
 
 
@@ -175,6 +174,11 @@ class Prometheus:
         found: list[Any] = json.loads(body)["data"]["result"]
         return found
 
+    def label_values(self, label: str, selector: str) -> set[str]:
+        """As Grafana asks for a variable's choices."""
+        match = urllib.parse.quote(selector)
+        return set(self.get(f"/api/v1/label/{label}/values?match[]={match}"))
+
     def get(self, path: str) -> Any:
         return json.loads(http_get(self._url(path))[1])["data"]
 
@@ -244,10 +248,13 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     routing = {"routing": {"disaggregate": "always"}}
     kept = {"retention": {"maxShare": 0.0001, "hostMemory": "64Mi"}}
     pools = {"prefill": {"replicas": 1, "engine": kept}, "decode": {"replicas": 2}}
-    made = spec(tiny_model_dir(), **pools, router=routing, slo=SLO)
-    rules = [*alerts.groups(api.parse(made)), *alerts.operator_groups()]
-    folder = tmp_path_factory.mktemp("prometheus")
-    with serving(made, tmp_path_factory.mktemp("cluster")) as cluster, Operating().running() as at:
+    with ExitStack() as stack:
+        tracing = {"endpoint": stack.enter_context(collecting()).url}
+        made = spec(tiny_model_dir(), **pools, router=routing, slo=SLO, tracing=tracing)
+        rules = [*alerts.groups(api.parse(made)), *alerts.operator_groups()]
+        folder = tmp_path_factory.mktemp("prometheus")
+        cluster = stack.enter_context(serving(made, tmp_path_factory.mktemp("cluster")))
+        at = stack.enter_context(Operating().running())
         targets = [f"{pod.ip}:9090" for pod in cluster.pods()]
         with Prometheus(folder, targets, at, rules).running() as found:
             up = lambda: len(found.query("up == 1")) == len(targets) + 1  # noqa: E731
@@ -256,19 +263,36 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             yield found
 
 
+def plain(query: str) -> str:
+    """As Grafana asks it, with the variables' values."""
+    for name, value in _VARIABLES.items():
+        query = query.replace(name, value)
+    return query
+
+
 def test_all_queries_return_data(prometheus: Prometheus) -> None:
     assert BOARDS
     empty = []
     for board in BOARDS:
         for query in queries(board):
-            plain = query
-            for name, value in _VARIABLES.items():
-                plain = plain.replace(name, value)
-            result = prometheus.query(plain)
-            known = any(name in query for name in NOTHING)
-            if not known and not any(one["value"][1] != "NaN" for one in result):
-                empty.append(f"{board.stem}: {plain}")
+            result = prometheus.query(plain(query))
+            if not any(one["value"][1] != "NaN" for one in result):
+                empty.append(f"{board.stem}: {plain(query)}")
     assert not empty, "\n".join(empty)
+
+
+def test_variables_offer_what_there_is(prometheus: Prometheus) -> None:
+    """And nothing else: each is asked for what the one before it has chosen."""
+    asked = 0
+    for board in BOARDS:
+        for one in variables(board):
+            found = _LABEL_VALUES.fullmatch(plain(one.query))
+            assert found is not None, one.query
+            offered = prometheus.label_values(found["label"], found["selector"])
+            assert offered == {_VARIABLES[f"${one.name}"]}, (board.stem, one)
+            asked += 1
+    assert asked == 4  # two boards are of one PDCluster
+    assert prometheus.label_values("namespace", "pdcluster_router_nothing") == set()
 
 
 def test_no_rule_fails_and_none_fires(prometheus: Prometheus) -> None:
