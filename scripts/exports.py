@@ -39,7 +39,9 @@ def exported() -> dict[str, list[Exported]]:
         "engine": EngineMetrics("m", "decode", "w").registry,
         "operator": operator.registry,
     }
-    return {program: sorted(_of(registry), key=_name) for program, registry in registries.items()}
+    found = {program: list(_of(registry)) for program, registry in registries.items()}
+    found["operator"] += [Exported(s.name, s.kind, s.labels, s.text) for s in operator.series]
+    return {program: sorted(some, key=_name) for program, some in found.items()}
 
 
 def _name(one: Exported) -> str:
@@ -50,6 +52,6 @@ def _of(registry: CollectorRegistry) -> Iterator[Exported]:
     collectors: list[Any] = list(registry._collector_to_names)
     for one in collectors:
         if isinstance(one, Histogram):
-            yield Exported(one._name, "histogram", ("model", "pool"), one._text)
+            yield Exported(one._name, "histogram", one.labels, one._text)
         else:
             yield Exported(one._name, one._type, tuple(one._labelnames), one._documentation)

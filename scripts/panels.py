@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 OF = 'namespace="$namespace",pdcluster_dev_cluster="$cluster"'
+# As the operator tells of a PDCluster.
+_TOLD = 'pdcluster_namespace="$namespace",pdcluster="$cluster"'
 _RECORDED = 'namespace="$namespace",pdcluster="$cluster"'
 _RATE = "$__rate_interval"
+_KNOWN = 'class!=""'
+_OURS = 'status=~"200|429|5.."'
 Kind = Literal["lines", "stacked", "number"]
 
 
@@ -83,7 +87,22 @@ def _burn(metric: str) -> str:
     return f"{late} / on (namespace, pdcluster) (1 - {objective})"
 
 
+def _of_class(metric: str, labels: str) -> str:
+    return _rate(f"pdcluster_router_{metric}_total", "class", labels)
+
+
 _R, _E, _O = "pdcluster_router", "pdcluster_engine", "pdcluster_operator"
+
+
+def _pool_replicas(states: str) -> str:
+    own = f'{_TOLD},state=~"{states}"'
+    return f"max by (role, state) ({_O}_pool_replicas{{{own}}})"
+
+
+def _decisions(decision: str) -> str:
+    own = f'{_TOLD},decision="{decision}"'
+    return f"sum by (role, reason) (increase({_O}_scaling_decisions_total{{{own}}}[5m]))"
+
 
 USERS = Board(
     "users",
@@ -104,6 +123,26 @@ USERS = Board(
                    "hour somebody is woken.",
                    (_burn("ttft"), "TTFT"), (_burn("tpot"), "TPOT"),
                    (f'pdcluster:slo:target_seconds{{{_RECORDED},slo="ttft"}}', "TTFT target (s)")),
+        )),
+        Row("By class of service", (
+            _panel("Answers within their promises", "percentunit",
+                   "Of all requests that weren't the client's mistake: those whose answer met the "
+                   "TTFT and TPOT of its class (router.admission.classes), else of spec.slo. "
+                   "Refused and failed ones missed it.",
+                   (f"{_of_class('goodput_requests', _KNOWN)} / "
+                    f"{_of_class('requests', f'{_KNOWN},{_OURS}')}", "{{class}}")),
+            _panel("Goodput", "reqps", "Requests a second that met their promises.",
+                   (_of_class("goodput_requests", _KNOWN), "{{class}}"), kind="stacked"),
+            _panel("Requests", "reqps",
+                   "By class. Without one: those that ended before it was known, such as by a "
+                   "wrong API key.",
+                   (_of_class("requests", ""), "{{class}}"), kind="stacked"),
+            _panel("Time to the first token, by class", "s", "",
+                   *_quantiles(f"{_R}_ttft_seconds", "class", 0.5, 0.99)),
+            _panel("Time per token, by class", "s", "",
+                   *_quantiles(f"{_R}_tpot_seconds", "class", 0.5, 0.99)),
+            _panel("Wait in the router, by class", "s", "",
+                   *_quantiles(f"{_R}_queue_seconds", "class", 0.99)),
         )),
         Row("Latency", (
             _panel("Time to the first token", "s", "From the request to its first text.",
@@ -149,13 +188,21 @@ POOLS = Board(
                    (f"count by (pool) ({_E}_running_sequences{{{OF}}})", "{{pool}}")),
             _panel("A usable pair is there", "bool_yes_no", "As each router sees it.",
                    (f"min({_R}_ready{{{OF}}})", "ready"), kind="number"),
+            _panel("Wanted and ready", "short", "As the operator has it.",
+                   (_pool_replicas("desired|ready"), "{{role}} {{state}}")),
+            _panel("On their way out", "short",
+                   "Workers that drain, and those of an older revision that still are there: a "
+                   "rollout is over when there are none.",
+                   (_pool_replicas("draining|outdated"), "{{role}} {{state}}")),
             _panel("Why sizes changed", "short",
-                   "Decisions of the operator in five minutes, of all PDClusters together.",
-                   (f"sum by (role, decision, reason) (increase({_O}_scaling_decisions_total[5m]))",
-                    "{{role}} {{decision}} {{reason}}"), kind="stacked"),
-            _panel("Rollouts and repairs", "short",
-                   "What the operator wrote in five minutes, of all PDClusters together.",
-                   (f"sum by (operation, kind) (increase({_O}_operations_total[5m]))",
+                   "In five minutes. Events of the PDCluster, the live page and kubectl pd explain "
+                   "have the numbers.",
+                   (_decisions("scale"), "{{role}} {{reason}}"), kind="stacked"),
+            _panel("Why they stay as they are", "short", "Looks of the operator in five minutes.",
+                   (_decisions("hold"), "{{role}} {{reason}}"), kind="stacked"),
+            _panel("Rollouts and repairs", "short", "What the operator wrote in five minutes.",
+                   ("sum by (operation, kind) "
+                    f"(increase({_O}_operations_total{{{_TOLD}}}[5m]))",
                     "{{operation}} {{kind}}"), kind="stacked"),
         )),
         Row("Load", (

@@ -3,9 +3,9 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pd_operator import alerts
+from pd_operator import alerts, series
 from scripts import exports
 from scripts.chart import CHART, ROOT
 from tests.pd_operator.objects import cluster
@@ -31,7 +31,7 @@ def exported() -> dict[str, set[str]]:
 def used(expression: str) -> set[str]:
     """The metrics that it names, without what a series' name says of its part."""
     names = set(_NAME.findall(re.sub(r'"[^"]*"', '""', expression)))
-    names -= {alerts.CLUSTER_LABEL}
+    names -= {alerts.CLUSTER_LABEL, *series.OF}
     return {base(name) for name in names}
 
 
@@ -50,6 +50,19 @@ def rules() -> list[dict[str, Any]]:
         *alerts.operator_groups(),
     ]
     return [rule for group in groups for rule in group["rules"]]
+
+
+class Variable(NamedTuple):
+    """One that is chosen at a dashboard's top, and where its choices come from."""
+
+    name: str
+    query: str
+
+
+def variables(board: Path) -> list[Variable]:
+    """Those whose choices Prometheus tells."""
+    made = json.loads(board.read_text())["templating"]["list"]
+    return [Variable(one["name"], one["query"]) for one in made if one["type"] == "query"]
 
 
 def queries(board: Path) -> list[str]:

@@ -15,6 +15,7 @@ HISTORY = 60
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR = 10
 _WAY = 24
+_CHANGES = 3
 _ORDER = ("prefill", "decode", "both")
 _COLORS = {"prefill": "yellow", "transfer": "magenta", "decode": "blue"}
 _WIDE = 110  # columns from which on requests say where their time went
@@ -80,8 +81,28 @@ def screen(
     )  # fmt: skip
     workers = _workers(state["workers"])
     lines = [one.line(name.upper()) for name, one in latencies.items()]
-    left = max(3, height - workers.row_count - len(lines) - 8)
-    return Group(head, Text(), workers, Text(), *lines, Text(), _requests(state, width, left))
+    why = _sizes(state.get("sizes", {}), width)
+    left = max(3, height - workers.row_count - len(lines) - len(why) - 8)
+    requests = _requests(state, width, left)
+    return Group(head, Text(), workers, *why, Text(), *lines, Text(), requests)
+
+
+def _sizes(sizes: Mapping[str, Any], width: int) -> list[Text]:
+    """Why pools have their sizes: what holds, then the last changes, a line each."""
+    standing, changes = sizes.get("standing", ()), sizes.get("changes", ())
+    known = {one["text"] for one in standing}
+    shown = [*standing, *[one for one in changes if one["text"] not in known][:_CHANGES]]
+    lines = [Text(f"{_clock(one['time'])}  {one['text']}") for one in shown]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return [Text(), *lines] if lines else []
+
+
+def _clock(time: str) -> str:
+    try:
+        return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
+    except ValueError:
+        return time
 
 
 def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""One bounded HTTP GET: probes, the routers' admin ports, readiness of the whole."""
+"""One bounded HTTP request: probes, the routers' admin ports, readiness of the whole."""
 
 import asyncio
 import os
@@ -27,9 +27,26 @@ async def get(
     host: str, port: int, path: str, *, timeout_s: float, max_bytes: int = 1 << 20
 ) -> Response:
     """GET with a deadline over all of it. Raises GetFailed; proxies are not used."""
+    return await _ask("GET", host, port, path, b"", timeout_s, max_bytes)
+
+
+async def post(
+    host: str, port: int, path: str, body: bytes, *, timeout_s: float, max_bytes: int = 1 << 16
+) -> Response:
+    """POST of a JSON document, likewise."""
+    return await _ask("POST", host, port, path, body, timeout_s, max_bytes)
+
+
+async def _ask(
+    method: str, host: str, port: int, path: str, body: bytes, timeout_s: float, max_bytes: int
+) -> Response:
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    head = f"{method} {path} HTTP/1.0\r\nHost: {place}\r\nConnection: close\r\n"
+    if method == "POST":
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     try:
         async with asyncio.timeout(timeout_s):
-            return await _get(host, port, path, max_bytes)
+            return await _exchange(host, port, f"{head}\r\n".encode() + body, max_bytes)
     except TimeoutError:
         raise GetFailed(f"no answer within {timeout_s:g} s") from None
     except OSError as error:
@@ -37,11 +54,10 @@ async def get(
         raise GetFailed(reason) from error
 
 
-async def _get(host: str, port: int, path: str, max_bytes: int) -> Response:
+async def _exchange(host: str, port: int, request: bytes, max_bytes: int) -> Response:
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        request = f"GET {path} HTTP/1.0\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
-        writer.write(request.encode())
+        writer.write(request)
         raw = b""
         while chunk := await reader.read(65536):
             raw += chunk

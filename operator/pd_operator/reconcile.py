@@ -35,6 +35,7 @@ from pd_operator.scaling import telling
 from pd_operator.scaling.explaining import Told, line, told
 from pd_operator.scaling.spec import is_scaled
 from pd_operator.scaling.types import Decision, Hold, Scale
+from pd_operator.teller import Teller
 
 log = logging.getLogger("pd_operator.reconcile")
 
@@ -123,6 +124,9 @@ class Listener:
     def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
         """How large each pool is to be, and why."""
 
+    def pools(self, key: Key, counts: Mapping[Role, Mapping[str, int]]) -> None:
+        """How many workers each pool has, by state."""
+
     def told(self, one: Told) -> None:
         """A pool's decision is another one than before."""
 
@@ -198,6 +202,7 @@ class Reconciler:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         scaler: Scaler[Key] | None = None,
         certifier: Certifier | None = None,
+        teller: Teller | None = None,
     ) -> None:
         self._backend = backend
         self._settings = settings
@@ -207,6 +212,7 @@ class Reconciler:
         self._clock = clock
         self._scaler = scaler or Scaler()
         self._certifier = certifier or Certifier()
+        self._teller = teller
         self._written_at: dict[Key, datetime] = {}
         self._calm: dict[Key, _Calm] = {}
         self._told: dict[Key, dict[Role, str]] = {}
@@ -222,6 +228,8 @@ class Reconciler:
         self._unsaid.discard(key)
         self._missing.pop(key, None)
         self._scaler.forget(key)
+        if self._teller is not None:
+            self._teller.forget(key)
         self._certifier.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -264,6 +272,9 @@ class Reconciler:
         done = await self._carry_out(key, wanted, seen)
         unsaid_s = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
+        if self._teller is not None:
+            self._teller.tell(key, _addresses(done.seen))
+        self._listener.pools(key, status.pool_counts(wanted, done.seen))
         lost = self._lost(key, done.seen)
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now, lost)
         new = telling.with_scaling(new, cluster, sizes.before, sizes.decisions, previous, now)
@@ -339,13 +350,18 @@ class Reconciler:
         if found:
             self._listener.notices(document, found)
         self._listener.decided(key, decisions)
-        self._tell(key, before, decisions)
+        self._tell(key, before, decisions, document.get("status", {}))
         return replace(sizes, written=bool(writes))
 
     def _tell(
-        self, key: Key, before: Mapping[Role, Standing], decisions: Mapping[Role, Decision]
+        self,
+        key: Key,
+        before: Mapping[Role, Standing],
+        decisions: Mapping[Role, Decision],
+        previous: Mapping[str, Any],
     ) -> None:
         """Each change of a size or of its reason, once, with all its numbers."""
+        self._recall(key, decisions, previous)
         known, now = self._told.setdefault(key, {}), status.timestamp(self._clock())
         for role, one in decisions.items():
             if isinstance(one, Hold) and known.get(role) == one.reason:
@@ -354,8 +370,20 @@ class Reconciler:
             said = told(f"{key.namespace}/{key.name}", role.value, before[role].replicas, one, now)
             if one.reason != "FixedReplicas":
                 self._listener.told(said)
+                if self._teller is not None:
+                    self._teller.note(key, said)
             if isinstance(one, Scale):
                 log.info("%s", line(said))
+
+    def _recall(
+        self, key: Key, decisions: Mapping[Role, Decision], previous: Mapping[str, Any]
+    ) -> None:
+        """What was told of an object before this look, of pools that are still sized by us."""
+        if self._teller is not None:
+            ours = [role.value for role, d in decisions.items() if d.reason != "FixedReplicas"]
+            if not self._teller.knows(key):
+                self._teller.remember(key, previous, ours)
+            self._teller.keep(key, ours)
 
     async def _write_pools(self, key: Key, cluster: Cluster, done: _Done, sizes: _Sizes) -> float:
         """Seeds PDPools that were made just now, and says what runs of each other one.

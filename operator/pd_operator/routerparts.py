@@ -60,7 +60,7 @@ def api_keys(node: Node) -> tuple[str, Clients]:
 
 def flags(router: Node, slo: Slo, clients: Clients, keys: Node | None) -> tuple[str, ...]:
     """The flags of all that `spec.router` says beyond its pods, of the clients that `keys`
-    names, and of what `slo` promises between two tokens."""
+    names, and of what `slo` promises."""
     page = router.flag("livePage", True)
     chosen = _routing(router.child_or_empty("routing"))
     return (*chosen, *_admission(router, slo, clients, keys), *(() if page else (NO_LIVE_PAGE,)))
@@ -129,8 +129,12 @@ def _admission(router: Node, slo: Slo, clients: Clients, keys: Node | None) -> l
     if not classes and slo.tpot is not None:
         # Workers cut prompts for it. Its TTFT is no reason to refuse anybody: classes are.
         classes = [{"name": "default", "tpot": slo.tpot.target_s}]
-    if classes or limits or clients:
-        document = {"classes": classes, "limits": limits}
+    # What answers are measured by where their class promises nothing.
+    promised = (("ttft", slo.ttft), ("tpot", slo.tpot))
+    goals = {name: target.target_s for name, target in promised if target is not None}
+    if classes or limits or clients or goals:
+        document: dict[str, Any] = {"classes": classes, "limits": limits}
+        document |= {"slo": goals} if goals else {}
         document |= {"clients": clients} if clients else {}
         made.append(f"--admission={json.dumps(document, sort_keys=True, separators=(',', ':'))}")
     return [*made, *(["--class-header"] if header else [])]

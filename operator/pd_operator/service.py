@@ -33,6 +33,7 @@ from pd_operator.resources import PDCLUSTER, SECRET, WATCHED, Resource
 from pd_operator.scaler import Scaler
 from pd_operator.scaling.types import Decision
 from pd_operator.scraper import Scraper
+from pd_operator.teller import Teller
 from pd_operator.territory import HANDOVER_S, Territory
 
 log = logging.getLogger("pd_operator.service")
@@ -102,6 +103,7 @@ class Operator(Listener):
             resources=[one for one in WATCHED if secrets or one is not SECRET],
         )
         self._scraper = Scraper()
+        self._teller = Teller()
         self._recorder = Recorder(self._kube, options.identity)
         self._certifier = Certifier(options.certificate_terms)
         self._reconciler = Reconciler(
@@ -112,6 +114,7 @@ class Operator(Listener):
             read_samples=self._scraper.read,
             scaler=_scaler(options),
             certifier=self._certifier,
+            teller=self._teller,
             clock=options.clock,
         )
         self._queue = Queue(self._work)
@@ -164,6 +167,7 @@ class Operator(Listener):
     async def close(self) -> None:
         """Gives the lease back and closes every connection. `run` must have ended."""
         await self._scraper.close()
+        await self._teller.close()
         await self.lease.release()
         await self._transport.close()
 
@@ -237,6 +241,7 @@ class Operator(Listener):
             self._looked_at[key] = time.monotonic()
         else:
             self._looked_at.pop(key, None)
+            self._metrics.forget(key)
         document = self._informer.get(PDCLUSTER.kind, *key)
         if document is not None:
             self._uids[key] = document["metadata"]["uid"]
@@ -253,12 +258,13 @@ class Operator(Listener):
     # ---- what the reconciler tells -----------------------------------------------------
 
     def operation(self, key: Key, operation: rollout.Operation) -> None:
-        del key
-        self._metrics.operated(operation)
+        self._metrics.operated(key, operation)
 
     def decided(self, key: Key, decisions: Mapping[Role, Decision]) -> None:
-        del key
-        self._metrics.decided(decisions)
+        self._metrics.decided(key, decisions)
+
+    def pools(self, key: Key, counts: Mapping[Role, Mapping[str, int]]) -> None:
+        self._metrics.pools(key, counts)
 
     def notices(self, document: Manifest, found: Sequence[Notice]) -> None:
         self._recorder.add(document, found)

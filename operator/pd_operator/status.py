@@ -183,15 +183,28 @@ def _members(role: Role, observed: Observed) -> list[PodView]:
 
 
 def _pool_status(role: Role, replicas: int, revision: str, observed: Observed) -> dict[str, Any]:
+    counts = _counts(role, replicas, revision, observed)
+    return {
+        **{name: counts[name] for name in ("desired", "ready", "draining")},
+        "restarts": sum(pod.restarts for pod in _members(role, observed)),
+        "revision": revision,
+        "readiness": f"{counts['ready']}/{replicas}",
+    }
+
+
+def pool_counts(desired: Desired, observed: Observed) -> dict[Role, dict[str, int]]:
+    """Workers of each pool by state, for those who draw them over time."""
+    return {pool.role: _counts(pool.role, pool.replicas, pool.revision, observed)
+            for pool in desired.pools}  # fmt: skip
+
+
+def _counts(role: Role, replicas: int, revision: str, observed: Observed) -> dict[str, int]:
     pods = _members(role, observed)
-    ready = sum(pod.serves for pod in pods)
     return {
         "desired": replicas,
-        "ready": ready,
+        "ready": sum(pod.serves for pod in pods),
         "draining": sum(pod.terminating for pod in pods),
-        "restarts": sum(pod.restarts for pod in pods),
-        "revision": revision,
-        "readiness": f"{ready}/{replicas}",
+        "outdated": sum(pod.revision != revision for pod in pods),
     }
 
 

@@ -67,6 +67,9 @@ class Metrics:
         self._declined = counter("kv_restores_declined", "Computing was faster", "store")
         self._archive_failures = counter("kv_store_failures", "Writes and reads", "store")
         self._failures = counter("failures", "Requests failed here, by kind", "kind")
+        # From 0 on: `increase` and `rate` don't see the event that a series begins with.
+        for kind in FailureKind:
+            self._failures.labels(**self._labels, kind=kind.value)
 
     def follow(self, load: Callable[[], Load]) -> None:
         """Gauges read the scheduler's load when scraped."""
@@ -75,6 +78,9 @@ class Metrics:
     def follow_kept(self, kept: Callable[[], dict[str, int]]) -> None:
         """Likewise how many blocks each store beyond the pool holds."""
         self._kept_blocks = kept
+        for store in kept():
+            for counter in (self._declined, self._archive_failures):
+                counter.labels(**self._labels, store=store)
 
     def scrape(self) -> bytes:
         load = self._load()

@@ -58,7 +58,7 @@ async def _run(settings: Settings) -> None:
         closing.callback(_close, http_sockets)
         admin_sockets = listen(settings.admin) if member is None else [inherited(member.admin_fd)]
         closing.callback(_close, admin_sockets)
-        metrics = Metrics(settings.model)
+        metrics = Metrics(settings.model, promises=settings.promises)
         journal = Journal(metrics, await closing.enter_async_context(_spans(settings, metrics)))
         workers = Workers(_workers_config(settings), _certificates(settings))
         control_port = settings.control.port + (member.index if member else 0)
@@ -133,8 +133,10 @@ async def _spans(settings: Settings, metrics: Metrics) -> AsyncIterator[Spans | 
     if settings.trace_endpoint is None:
         yield None
         return
-    from pd_router.tracing import Tracing  # an extra: it needn't be there
+    from pd_router.tracing import LOST, SENT, Tracing  # an extra: it needn't be there
 
+    for result in (SENT, LOST):  # so that the first ones are an increase
+        metrics.spans(result, 0)
     made = Tracing(
         settings.trace_endpoint, settings.trace_ratio, settings.model, settings.router_name,
         metrics.spans,

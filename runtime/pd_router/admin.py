@@ -13,6 +13,8 @@ from pd_router.journal import Journal
 from pd_router.metrics import CONTENT_TYPE, Metrics
 from pd_router.page import STATE, LivePage, check_host
 from pd_router.signals import Queued
+from pd_router.sizes import PATH as SCALING
+from pd_router.sizes import Sizes
 from pd_router.types import WorkersApi
 
 PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers", STATE)
@@ -38,12 +40,15 @@ class AdminApp:
         self._queued = queued
         self._live_page = live_page
         self._clients = clients
+        self._sizes = Sizes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
             if self._live_page is not None and self._live_page.has(exchange.path):
                 await self._live_page.serve(exchange, scope, receive, send)
+            elif exchange.path == SCALING:
+                await self._sizes.take(exchange)
             else:
                 await self._route(exchange)
         except ApiError as error:
@@ -81,6 +86,7 @@ class AdminApp:
             "router": self._router,
             "ready": self._workers.ready(),
             "now": time.time(),
+            "sizes": self._sizes.document(),
         }
         latest = self._journal.latest(live.RECENT_REQUESTS)
         distributions = self._metrics.distributions()

@@ -309,13 +309,16 @@ class Run:
         prompts: Sequence[tuple[int, ...]],
         meter: Meter,
         accepted: float,
+        sla: str = "",
     ) -> None:
-        """`accepted`: when the HTTP request came, on the monotonic clock."""
+        """`accepted`: when the HTTP request came, on the monotonic clock; `sla`: its class, as
+        metrics name it."""
         self._watched = bool(ask.stops or (ask.ignore_eos and ask.stop_token_ids))
         self.inbox = Inbox(lazy=not (ask.stream or self._watched))
         self._ask = ask
         self._meter = meter
         self._accepted = accepted
+        self._sla = sla
         self._prompts: list[_Prompt] = []
         self._way: tuple[Replies, Pipe] | None = None  # past the coroutine
         for ids in prompts:
@@ -358,6 +361,7 @@ class Run:
             )
             prompt.sink = PromptSink(self.inbox, number, self._ask.choices)
             prompt.generation = sessions.start(request, prompt.sink)
+            prompt.generation.timeline.sla = self._sla
 
     @property
     def done(self) -> bool:

@@ -275,6 +275,10 @@ class RouterApp:
     async def _run(self, exchange: Exchange, ask: Ask, record: Record) -> None:
         if ask.stream and exchange.http_version == "1.0":
             raise invalid("stream", "Streaming needs HTTP/1.1; this request came by HTTP/1.0.")
+        asker = who(
+            exchange, ask, self._settings.promises, class_header=self._settings.class_header
+        )
+        record.sla = self._settings.promises.label(asker.sla)
         stack = self._texts.current
         if stack is None or (self._settings.hold_s and self._workers.limits() is None):
             stack = await self._hold(record)
@@ -284,12 +288,9 @@ class RouterApp:
         prompts = await tokenize(ask, stack, limits, self._texts.pool)
         record.tokenize_s = time.monotonic() - started
         samplings = [sampling_for(ask, stack, ids, limits) for ids in prompts]
-        run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted)
+        run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted, record.sla)
         run.inbox.on_gone = exchange.abort
         record.reply_id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{exchange.own_id}"
-        asker = who(
-            exchange, ask, self._settings.promises, class_header=self._settings.class_header
-        )
         if self._settings.allow_trace and exchange.header(TRACE_HEADER) is not None:
             exchange.more_headers = lambda: _trace(run)
         run.start(self._sessions, record.reply_id, samplings, self._left(record), asker)

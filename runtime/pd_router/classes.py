@@ -28,6 +28,19 @@ class SlaClass:
 
 
 @dataclass(frozen=True, slots=True)
+class Goals:
+    """Within how many seconds. None: no promise."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+    def met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """By an answer. One that had no text broke its promise; one token has no TPOT."""
+        early = self.ttft_s is None or (ttft_s is not None and ttft_s <= self.ttft_s)
+        return early and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
+
+
+@dataclass(frozen=True, slots=True)
 class RateLimit:
     """A tenant's, over all routers. None: no limit. A burst is what may come at once: so
     many seconds' worth."""
@@ -49,11 +62,27 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """All of it. The first class is for those who name none; `clients` are by name."""
+    """All of it. The first class is for those who name none; `clients` are by name. `slo` is
+    the PDCluster's own promise: what answers are measured by, never a reason to refuse any."""
 
     classes: tuple[SlaClass, ...] = (SlaClass(),)
     limit: RateLimit = RateLimit()
     clients: Mapping[str, Client] = field(default_factory=dict)
+    slo: Goals = Goals()
+
+    def label(self, name: str | None) -> str:
+        """The class's name in metrics. Empty for one that there isn't: clients may make up as
+        many names as they like, and each would be a series."""
+        found = self.named(name)
+        return "" if found is None else found.name
+
+    def goals(self, name: str) -> Goals:
+        """What a class is measured by: its own promises, else the PDCluster's."""
+        found = self.named(name)
+        if found is None:
+            return self.slo
+        ttft_s = self.slo.ttft_s if found.ttft_s is None else found.ttft_s
+        return Goals(ttft_s, self.slo.tpot_s if found.tpot_s is None else found.tpot_s)
 
     def limit_of(self, tenant: str) -> RateLimit:
         """A tenant is a client, where there are clients."""
@@ -77,8 +106,8 @@ class Promises:
 def read(document: Mapping[str, Any]) -> Promises:
     """From JSON: {"classes": [{"name", "priority", "ttft", "tpot", "share"}],
     "limits": {"requestsPerMinute", "tokensPerMinute", "burstSeconds"},
-    "clients": {NAME: {"class", "limits", "weight"}}}; goals in seconds."""
-    _only(document, {"classes", "limits", "clients"}, "admission")
+    "clients": {NAME: {"class", "limits", "weight"}}, "slo": {"ttft", "tpot"}}; goals in seconds."""
+    _only(document, {"classes", "limits", "clients", "slo"}, "admission")
     classes = tuple(_class(one, f"classes[{i}]") for i, one in enumerate(_list(document)))
     names = [one.name for one in classes]
     if len(set(names)) < len(names):
@@ -92,7 +121,13 @@ def read(document: Mapping[str, Any]) -> Promises:
         classes or (SlaClass(),),
         _limit(document.get("limits", {}), "limits"),
         {name: _client(one, f"clients.{name}", names) for name, one in clients.items()},
+        _goals(document.get("slo", {}), "slo"),
     )
+
+
+def _goals(document: Any, where: str) -> Goals:
+    _only(document, {"ttft", "tpot"}, where)
+    return Goals(_number(document, "ttft", where), _number(document, "tpot", where))
 
 
 def _client(document: Any, where: str, classes: list[str]) -> Client:
@@ -131,8 +166,8 @@ def _class(document: Any, where: str) -> SlaClass:
     share = document.get("share", 0.0)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise BadAdmission(f"{where}.share: a number from 0 to 1")
-    ttft_s, tpot_s = (_number(document, key, where) for key in ("ttft", "tpot"))
-    return SlaClass(name, priority, ttft_s, tpot_s, float(share))
+    goals = _goals({key: document.get(key) for key in ("ttft", "tpot")}, where)
+    return SlaClass(name, priority, goals.ttft_s, goals.tpot_s, float(share))
 
 
 def _number(document: Mapping[str, Any], key: str, where: str) -> float | None:

@@ -25,6 +25,8 @@ from pd_router.metrics import CONTENT_TYPE
 from pd_router.page import STATE, LivePage, check_host
 from pd_router.relay import Relay
 from pd_router.settings import Address, Settings
+from pd_router.sizes import PATH as SCALING
+from pd_router.sizes import Sizes
 
 log = logging.getLogger("pd_router.crew")
 
@@ -137,6 +139,7 @@ class Crew:
         """`arguments`: of the parent's own command line."""
         self._settings = settings
         self._live_page = LivePage(Relay(settings.http)) if settings.live_page else None
+        self._sizes = Sizes()
         self.members = [Member(i, settings, arguments) for i in range(settings.processes)]
 
     async def run(self) -> int:
@@ -178,6 +181,9 @@ class Crew:
             if self._live_page is not None and self._live_page.has(exchange.path):
                 await self._live_page.serve(exchange, scope, receive, send)
                 return
+            if exchange.path == SCALING:
+                await self._sizes.take(exchange)
+                return
             if exchange.path not in PAGES:
                 pages = ", ".join(PAGES)
                 raise ApiError(404, f"Unknown page; there are {pages}.", code="unknown_url")
@@ -205,6 +211,7 @@ class Crew:
         elif exchange.path == STATE:
             pages = [msgspec.json.decode(page) for page in await self._pages(STATE)]
             answer = live.merged(self._settings.router_name, pages)
+            answer["sizes"] = self._sizes.document()  # the operator knows no processes
         else:
             answer = await self._requests(exchange)
         await exchange.reply(200, msgspec.json.encode(answer))

@@ -12,7 +12,7 @@ from pd_core.buckets import SECONDS
 
 
 class Counts:
-    """What one pool's durations were."""
+    """What the durations of one pool, or of one class there, were."""
 
     __slots__ = ("buckets", "total_s")
 
@@ -26,33 +26,36 @@ class Counts:
 
 
 class Histogram(Collector):
-    """One kind of duration of one model, by pool, as Prometheus reads it."""
+    """One kind of duration of one model, by pool and whatever else, as Prometheus reads it."""
 
-    def __init__(self, name: str, text: str, model: str) -> None:
+    def __init__(self, name: str, text: str, model: str, *more: str) -> None:
+        """`more`: labels behind the pool."""
         self._name = name
         self._text = text
         self._model = model
-        self._pools: dict[str, Counts] = {}
+        self.labels = ("model", "pool", *more)
+        self._counts: dict[tuple[str, ...], Counts] = {}
 
-    def at(self, pool: str) -> Counts:
-        found = self._pools.get(pool)
+    def at(self, *values: str) -> Counts:
+        """Of a pool, and of a value for each further label."""
+        found = self._counts.get(values)
         if found is None:
-            found = self._pools[pool] = Counts()
+            found = self._counts[values] = Counts()
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._text, labels=("model", "pool"))
-        for pool, counts in self._pools.items():
+        family = HistogramMetricFamily(self._name, self._text, labels=self.labels)
+        for values, counts in self._counts.items():
             edges = [*map(floatToGoString, SECONDS), "+Inf"]
             buckets = list(zip(edges, accumulate(counts.buckets), strict=True))
-            family.add_metric((self._model, pool), buckets, counts.total_s)
+            family.add_metric((self._model, *values), buckets, counts.total_s)
         yield family
 
     def distribution(self) -> dict[str, list[float]]:
-        """Of all pools: bounds in seconds, and how many were at most that; the last count is
+        """Of all together: bounds in seconds, and how many were at most that; the last count is
         that of all."""
         together = [sum(column) for column in zip(*self._buckets(), strict=True)]
         return {"bounds": list(SECONDS), "counts": [float(n) for n in accumulate(together)]}
 
     def _buckets(self) -> list[list[int]]:
-        return [counts.buckets for counts in self._pools.values()] or [Counts().buckets]
+        return [counts.buckets for counts in self._counts.values()] or [Counts().buckets]

@@ -34,6 +34,7 @@ class Record:
     request_id: str  # the client's, or ours where it gave none
     accepted: float
     reply_id: str = ""
+    sla: str = ""  # empty: it ended before its class was known
     ask: Ask | None = None
     run: Run | None = None
     tokenize_s: float = 0.0
@@ -115,7 +116,9 @@ class Journal:
     def _write(self, record: Record, status: int) -> Entry:
         total_s = time.monotonic() - record.accepted
         timelines = record.run.settle_timelines(record.tokenize_s) if record.run else []
-        self._metrics.request_done(record.path, status, total_s)
+        self._metrics.request_done(record.path, status, total_s, record.sla)
+        if status == 200 and record.failure is None:
+            self._metrics.answered(record.sla, timelines)
         if record.failure is not None:
             self._metrics.failed(record.failure.kind)
         for timeline in timelines:
@@ -146,6 +149,7 @@ def _line(record: Record, status: int, total_s: float, timelines: list[Timeline]
         "path": record.path,
         "status": status,
         "failure": record.failure.kind if record.failure else "",
+        "class": record.sla,
         "stream": "" if ask is None else str(ask.stream).lower(),
         "prompt_tokens": sum(t.prompt_tokens for t in timelines),
         "cached_tokens": sum(t.cached_tokens for t in timelines),

@@ -40,6 +40,7 @@ def merged(router: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any
         **first,
         "router": router,
         "ready": any(document["ready"] for document in documents),
+        "sizes": max((document.get("sizes", {}) for document in documents), key=_newest),
         "queued": {
             name: sum(document["queued"][name] for document in documents)
             for name in first["queued"]
@@ -50,6 +51,12 @@ def merged(router: str, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any
             for name, one in first["distributions"].items()
         },
     }
+
+
+def _newest(sizes: Mapping[str, Any]) -> str:
+    """When the latest of it was decided: a router may not have been told yet."""
+    said = [*sizes.get("standing", ()), *sizes.get("changes", ())]
+    return max((str(one["time"]) for one in said), default="")
 
 
 def _added(documents: Sequence[Mapping[str, Any]], name: str) -> list[float]:

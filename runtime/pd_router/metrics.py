@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from pd_core.failures import Failure, FailureKind
+from pd_router.classes import NO_PROMISES, Promises
 from pd_router.histograms import Histogram
 from pd_router.signals import Queued, Signals
 from pd_router.types import GenerateRequest, Timeline
@@ -29,30 +30,46 @@ def decode_pool(timeline: Timeline) -> str:
 
 
 class Metrics:
-    """One router's metrics, for one model."""
+    """One router's metrics, for one model. A class is one of `promises`, or empty."""
 
-    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
+        promises: Promises = NO_PROMISES,
+    ) -> None:
         self.registry = CollectorRegistry()
         self.model = model
         self._clock = clock
+        self._promises = promises
         self._signals = Signals(uuid.uuid4().hex, clock())
-        self._ttft = self._histogram("ttft", "Request in to first text out")
-        self._tpot = self._histogram("tpot", "Mean time between a choice's tokens")
-        self._itl = self._histogram("itl", "Time between two tokens of a choice")
-        self._queue = self._histogram("queue", "Wait in the router's admission")
+        self._ttft = self._histogram("ttft", "Request in to first text out", "class")
+        self._tpot = self._histogram("tpot", "Mean time between a choice's tokens", "class")
+        self._itl = self._histogram("itl", "Time between two tokens of a choice", "class")
+        self._queue = self._histogram("queue", "Wait in the router's admission", "class")
         self._grant_wait = self._histogram("grant_wait", "Wait for KV room on the decode worker")
         self._prefill = self._histogram("prefill", "Computing the prompt")
         self._prefill_queue = self._histogram("prefill_queue", "Wait on the prefill worker")
         self._transfer = self._histogram("transfer", "KV transfer, first frame to seal")
         self._exposed = self._histogram("transfer_exposed", "Token 0 to all KV at decode")
         self._total = self._histogram("request", "Request in to last byte out")
-        self._requests = self._counter("requests", "Answered requests", "status", "endpoint")
+        self._requests = self._counter(
+            "requests", "Answered requests", "status", "endpoint", "class"
+        )
+        self._goodput = self._counter(
+            "goodput_requests",
+            "Requests answered within what their class, else the PDCluster, promises",
+            "class",
+        )
+        for one in promises.classes:  # a class whose promise was never kept has a series too
+            self._goodput.labels(model, one.name)
         self._failures = self._counter("failures", "Failed requests by kind", "kind")
         self._unauthorized = self._counter(
             "unauthorized", "Requests without a right API key"
         ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
         self._hedges = self._counter("hedges", "Prompts computed twice at once", "outcome")
+        self._start_failures()
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
             model
@@ -70,6 +87,13 @@ class Metrics:
         self._held = self._gauge(
             "held_requests", "Requests that wait for a worker, where there is none"
         )
+
+    def _start_failures(self) -> None:
+        """From 0 on: `increase` and `rate` don't see the event that a series begins with."""
+        for kind in FailureKind:
+            self._failures.labels(self.model, kind.value)
+            if Failure(kind, "").traits.retryable:
+                self._retries.labels(self.model, kind.value)
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()
@@ -94,8 +118,8 @@ class Metrics:
         gauge = Gauge(f"vllm:{name}", f"{text}.", ("model_name",), registry=self.registry)
         return gauge.labels(self.model)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        made = Histogram(f"{_PREFIX}_{name}_seconds", f"{text}, in seconds.", self.model)
+    def _histogram(self, name: str, text: str, *more: str) -> Histogram:
+        made = Histogram(f"{_PREFIX}_{name}_seconds", f"{text}, in seconds.", self.model, *more)
         self.registry.register(made)
         return made
 
@@ -108,10 +132,10 @@ class Metrics:
 
     def gap_observer(self, timeline: Timeline) -> Callable[[float], None]:
         """Takes the times between tokens of a request whose workers are known, in seconds."""
-        return self._itl.at(decode_pool(timeline)).observe
+        return self._itl.at(decode_pool(timeline), timeline.sla).observe
 
     def first_text(self, timeline: Timeline, ttft_s: float) -> None:
-        self._ttft.at(prefill_pool(timeline)).observe(ttft_s)
+        self._ttft.at(prefill_pool(timeline), timeline.sla).observe(ttft_s)
         self._signals.first_text(timeline, ttft_s, self._clock())
 
     @contextmanager
@@ -132,9 +156,15 @@ class Metrics:
         """A prompt that could be served is at the door (hooks.MetricsHooks)."""
         self._signals.arrived(len(request.token_ids), request.choices)
 
-    def request_done(self, endpoint: str, status: int, total_s: float) -> None:
-        self._requests.labels(self.model, str(status), endpoint).inc()
+    def request_done(self, endpoint: str, status: int, total_s: float, sla: str = "") -> None:
+        self._requests.labels(self.model, str(status), endpoint, sla).inc()
         self._total.at("router").observe(total_s)
+
+    def answered(self, sla: str, timelines: Sequence[Timeline]) -> None:
+        """A request had its whole answer: it's goodput if that came in time."""
+        goals = self._promises.goals(sla)
+        if all(goals.met(one.ttft_s, one.tpot_s) for one in timelines):
+            self._goodput.labels(self.model, sla).inc()
 
     def failed(self, kind: FailureKind) -> None:
         self._failures.labels(self.model, kind.value).inc()
@@ -156,7 +186,7 @@ class Metrics:
         self._prompt_tokens.inc(timeline.prompt_tokens)
         self._cached_tokens.inc(timeline.cached_tokens)
         self._completion_tokens.inc(timeline.completion_tokens)
-        self._queue.at("router").observe(timeline.queue_s)
+        self._queue.at("router", timeline.sla).observe(timeline.queue_s)
         self._signals.ended(timeline, self._clock())
         if timeline.ttft_s is None:
             return  # it didn't get as far as all that follows
@@ -168,7 +198,7 @@ class Metrics:
             self._exposed.at(decode).observe(timeline.exposed_s)
             self._kv_bytes.labels(self.model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
-            self._tpot.at(decode).observe(timeline.tpot_s)
+            self._tpot.at(decode, timeline.sla).observe(timeline.tpot_s)
 
     def expose(self) -> bytes:
         """Prometheus' text format."""

@@ -112,6 +112,7 @@ class Timeline:
     reason: str = ""  # why these workers
     considered: tuple[Considered, ...] = ()  # the last attempt's candidates
 
+    sla: str = ""  # its class of service
     tokenize_s: float = 0.0
     ttft_s: float | None = None
     tpot_s: float | None = None

@@ -3,9 +3,12 @@ one, workers that go and come, accessibility by axe-core in light and dark, by k
 nothing from elsewhere, and an hour of looks that leaves no more behind than five minutes.
 """
 
+import asyncio
 import json
 import re
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,15 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect
 
+from pd_operator.keys import Key
+from pd_operator.scaling.explaining import Told
+from pd_operator.teller import Teller
 from tests.browser.conftest import DEADLINE_MS, Watched
-from tests.cluster import Cluster
+from tests.cluster import Cluster, pdcluster
 
+KEY, NOW = Key("ml", "test"), "2026-01-01T00:00:00Z"
+FORGOTTEN_MS = 60_000 + DEADLINE_MS
+"""A router shows a worker that is silent for a minute: it may have been lost."""
 SHORT_LOOKS, LONG_LOOKS = 300, 3600
 MOST_GROWTH_BYTES = 2 << 20
 
@@ -105,6 +114,80 @@ def test_a_worker_that_dies_is_seen_to_go_and_another_to_come(
     expect(page.locator("#pools-summary")).to_contain_text("decode 1 of 2")
     expect(row.locator("td").nth(1)).to_have_text("ready", timeout=2 * DEADLINE_MS)
     cluster.until(cluster.all_ready, "the worker is there again")
+
+
+@pytest.mark.timeout(300)
+def test_a_shrunk_pools_row_leaves(watched: Watched, cluster: Cluster) -> None:
+    page = watched.page
+    expect(page.locator("#workers tr")).to_have_count(3)
+    gone = cluster.pod("decode", 1).name
+
+    def size(replicas: int) -> Callable[[dict[str, Any]], None]:
+        return lambda document: document["spec"]["decode"].update(replicas=replicas)
+
+    cluster.edit(size(1))
+    row = page.locator("#workers tr").filter(has_text=gone)
+    expect(row.locator("td").nth(1)).not_to_have_text("ready")
+    expect(row).to_have_count(0, timeout=FORGOTTEN_MS)
+    expect(page.locator("#workers tr")).to_have_count(2)
+    expect(page.locator("#pools-summary")).to_contain_text("decode 1 of 1 ready")
+    cluster.edit(size(2))
+    expect(row).to_have_count(1, timeout=2 * DEADLINE_MS)
+    cluster.until(cluster.all_ready, "the worker is there again")
+    assert watched.complaints == []
+
+
+def test_why_pools_have_their_sizes(watched: Watched, cluster: Cluster, screenshots: Path) -> None:
+    """As the operator tells a router on Kubernetes; here sizes are fixed, and it tells nothing."""
+    page, host = watched.page, cluster.pod("router").ip
+    expect(page.locator("#sizes-none")).to_be_visible()
+    expect(page.get_by_role("heading", name="Last changes")).to_be_hidden()
+
+    def tell(teller: Teller, pool: str, before: int, after: int, reason: str) -> None:
+        numbers = {"needed": 3.0, "needed_burst": 1.0, "needed_before_fall": 3.0, "ceiling": 3.0}
+        teller.note(KEY, Told(NOW, "ml/test", pool, before, after, reason, "", numbers))
+
+    async def telling() -> None:
+        teller = Teller()
+        tell(teller, "decode", 1, 3, "<b>Odd</b>")
+        tell(teller, "decode", 3, 3, "AtTarget")
+        tell(teller, "prefill", 2, 1, "LessDemand")
+        teller.tell(KEY, [host])
+        await asyncio.gather(*teller._tasks.values())
+
+    with ThreadPoolExecutor() as threads:  # Playwright's loop runs in this one
+        threads.submit(lambda: asyncio.run(telling())).result(DEADLINE_MS / 1000)
+    expect(page.locator("#sizes > li")).to_have_count(2)
+    expect(page.locator("#sizes > li").first).to_contain_text("prefill from 2 to 1")
+    expect(page.locator("#sizes > li").last).to_contain_text("decode stays at 3: that is what it")
+    expect(page.locator("#sizes-none")).to_be_hidden()
+    expect(page.get_by_role("heading", name="Last changes")).to_be_visible()
+    changes = page.locator("#changes > li")
+    expect(changes).to_have_count(2)
+    expect(changes.last).to_contain_text("decode from 1 to 3: <b>Odd</b>")
+    expect(changes.last.locator(".details")).to_contain_text("needed: 3 workers")
+    expect(changes.last.locator("time")).to_have_attribute("datetime", NOW)
+    assert page.locator("#changes b").count() == 0  # text, whatever it says
+    page.screenshot(path=screenshots / "live-sizes.png", full_page=True)
+    seen = pdcluster("top", "--once", env=cluster.env).stdout
+    assert "decode stays at 3: that is what it needs" in seen
+    assert watched.complaints == []
+
+
+def test_the_theme_is_what_is_chosen(watched: Watched) -> None:
+    """Whatever the system has, by the select, and back."""
+    page = watched.page
+    ground = "getComputedStyle(document.body).backgroundColor"
+    chosen: dict[str, str] = {}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.get_by_label("Theme").select_option("auto")
+        chosen[scheme] = page.evaluate(ground)
+    assert chosen["light"] != chosen["dark"]
+    for scheme, other in (("light", "dark"), ("dark", "light")):
+        page.emulate_media(color_scheme=other)  # type: ignore[arg-type]
+        page.get_by_label("Theme").select_option(scheme)
+        assert page.evaluate(ground) == chosen[scheme]
 
 
 def test_by_keyboard_alone(watched: Watched) -> None:

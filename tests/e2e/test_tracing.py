@@ -33,6 +33,8 @@ def test_one_trace_through_all(model: Path, tmp_path: Path, run) -> None:
 
             assert run(ask()) == 200
             root, parts = collector.trace(TRACE, PARENT, len(NAMES) + 1)
+            counted = cluster.metrics(cluster.pod("router"))["pdcluster_router_trace_spans_total"]
+            assert {dict(labels)["result"] for labels in counted} == {"sent", "lost"}
             workers = {pod.pool: pod.name for pod in cluster.workers()}
         assert {one.trace for one in collector.spans()} == {TRACE}
         assert parts.keys() == NAMES

@@ -75,9 +75,25 @@ def test_workers_come_in_order_with_what_is_wrong() -> None:
     assert "█████░░░░░  50%" in text
 
 
+def test_why_pools_have_their_sizes() -> None:
+    now = {"time": "2026-01-01T00:00:09Z", "pool": "decode", "text": "decode stays at 2: it fits"}
+    changes = [
+        {"time": f"2026-01-01T00:00:0{n}Z", "pool": "decode", "text": f"decode to {n}: more"}
+        for n in range(8)
+    ]
+    text = drawn(state(sizes={"standing": [now], "changes": changes}))
+    shown = [line.split("  ", 1)[1].strip() for line in text.splitlines() if ": " in line]
+    assert [line for line in shown if line.startswith("decode ")] == [
+        "decode stays at 2: it fits", "decode to 0: more", "decode to 1: more", "decode to 2: more",
+    ]  # fmt: skip
+    assert "stays" not in drawn(state())
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 24), (200, 60)])
 def test_it_fits_the_terminal(width: int, height: int) -> None:
-    text = drawn(state(requests=[request(n) for n in range(90)]), width, height)
+    long = {"time": "2026-01-01T00:00:09Z", "pool": "decode", "text": "decode stays: " + "x " * 99}
+    sizes = {"standing": [long] * 2, "changes": [long | {"text": f"{n}"} for n in range(9)]}
+    text = drawn(state(requests=[request(n) for n in range(90)], sizes=sizes), width, height)
     lines = text.splitlines()
     assert len(lines) <= height
     assert all(len(line) <= width for line in lines)

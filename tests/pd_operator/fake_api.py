@@ -120,9 +120,13 @@ class FakeApi:
             return _status(404)
         if request.verb == "get":
             return Response(200, {}, json.dumps(found).encode())
-        wanted = request.body["metadata"].get("resourceVersion") if request.verb == "update" else ""
+        checked = request.verb in ("update", "patch")
+        wanted = request.body["metadata"].get("resourceVersion") if checked else ""
         if wanted and wanted != found["metadata"]["resourceVersion"]:
             return _status(409, "Conflict")
+        if request.verb == "patch":
+            merged = {part: {**found[part], **request.body[part]} for part in request.body}
+            return await self._written({**found, **merged}, 200)
         return await self._written(request.body, 200)
 
     async def _apply(self, request: Request) -> Response:

@@ -2,7 +2,8 @@
 tells why, external scaling is followed, foreign values are set back, a crash forgets nothing.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from pd_operator.observed import Ref
 from pd_operator.podparts import Manifest
 from pd_operator.reconcile import Listener, Pace, Reconciler
 from pd_operator.scaler import Scaler
+from pd_operator.teller import Teller
 from tests.pd_operator.objects import SETTINGS, document
 from tests.pd_operator.test_reconcile import KEY, Backend
 
@@ -40,6 +42,19 @@ class Told(Listener):
     def notices(self, document: Manifest, found: Sequence[Notice]) -> None:
         del document
         self.reasons += [one.reason for one in found]
+
+
+class Heard(Teller):
+    """What routers would be told, look by look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[str, Any] = {}
+        self.routers: set[str] = set()
+
+    def tell(self, key: Key, routers: Collection[str]) -> None:
+        self.last = json.loads(self._known[key].body())
+        self.routers = set(routers)
 
 
 @dataclass
@@ -72,6 +87,7 @@ class Line:
             router = RouterReading("a", self.now, 1000.0 + self.now, counters)
             return Samples(routers=(router,), workers=(worker,))
 
+        self.heard = Heard()
         start = datetime(2026, 1, 1, tzinfo=UTC)
         self.made = Reconciler(
             self.backend,
@@ -81,6 +97,7 @@ class Line:
             read_samples=read_samples,
             clock=lambda: start + timedelta(seconds=self.now),
             scaler=Scaler[Key](lambda: self.now),
+            teller=self.heard,
         )
 
     def look(self, times: int = 1) -> None:
@@ -137,6 +154,26 @@ def test_load_moves_a_pool_and_the_status_says_why(line: Line) -> None:
     line.backend.writes.clear()
     line.look(5)
     assert line.backend.writes == []
+
+
+def test_routers_are_told_why_and_by_an_operator_that_has_just_started(line: Line) -> None:
+    line.look(2)
+    assert line.heard.routers
+    assert line.heard.last["changes"] == []
+    line.requests = 30.0
+    line.look(4)
+    size = line.replicas[0]
+    change = line.heard.last["changes"][0]
+    assert (change["pool"], change["to"]) == ("prefill", size)
+    assert "tokens/s a worker" in " ".join(change["details"])
+    standing = {one["pool"]: one for one in line.heard.last["standing"]}
+    assert standing["prefill"]["to"] == size
+    line.restart()
+    line.look()
+    [kept] = [one for one in line.heard.last["changes"] if one["pool"] == "prefill"]
+    assert (kept["time"], kept["to"]) == (change["time"], size)
+    standing = {one["pool"]: one for one in line.heard.last["standing"]}
+    assert standing["prefill"]["reason"] == "NoData"
 
 
 def test_the_first_look_without_two_readings_holds(line: Line) -> None:

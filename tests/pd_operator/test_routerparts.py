@@ -11,6 +11,7 @@ from pd_operator.podparts import Settings
 from pd_operator.podspec import router_template
 from pd_router import routing as router_routing
 from pd_router import settings as router_settings
+from pd_router.classes import Goals
 from tests.pd_operator.objects import SETTINGS, document, rendered
 
 KUBERNETES = Settings(host_paths=False)
@@ -129,8 +130,23 @@ def test_a_promise_between_tokens_is_that_of_the_default_class() -> None:
 
     [default] = read().promises.classes
     assert (default.name, default.tpot_s, default.ttft_s) == ("default", 0.06, None)
+    assert read().promises.goals("default") == Goals(None, 0.06)
     [own] = read(**{"spec.router.admission": {"classes": [{"name": "std"}]}}).promises.classes
     assert (own.name, own.tpot_s) == ("std", None)
+
+
+def test_what_the_cluster_promises_is_what_answers_are_measured_by_and_refuses_nobody() -> None:
+    slo = {"ttft": {"target": "2s"}, "tpot": {"target": "60ms"}}
+    classes = [{"name": "std"}, {"name": "vip", "ttft": "500ms"}]
+    spec = {"spec.slo": slo, "spec.router.admission": {"classes": classes}}
+    places = ["--model=m", "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    promises = router_settings.parse([*api.parse(document(**spec)).router.flags, *places]).promises
+    assert promises.goals("std") == Goals(2.0, 0.06)
+    assert promises.goals("vip") == Goals(0.5, 0.06)
+    assert [one.ttft_s for one in promises.classes] == [None, 0.5]
+    alone = api.parse(document(**{"spec.slo": {"ttft": slo["ttft"]}})).router.flags
+    [only] = router_settings.parse([*alone, *places]).promises.classes
+    assert (only.name, only.ttft_s) == ("default", None)
 
 
 def test_api_keys_come_from_a_mounted_secret() -> None:

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from pd_core.sketch import WindowSketch
-from pd_operator import httpget, measured, samples
+from pd_operator import httpget, measured, samples, teller
 from pd_operator.measured import Samples
 from pd_router.signals import Queued, Signals
 from tests.pd_operator.http_server import serving
+from tests.pd_router.http_rig import rig as router
 from tests.pd_router.rig import rig
 
 
@@ -89,6 +90,42 @@ def test_get(run) -> None:
 def test_get_fails_within_bounds(run, path: str, raw: bytes, message: str) -> None:
     with pytest.raises(httpget.GetFailed, match=message):
         get(run, {}, path, raw)
+
+
+def test_post_to_a_router(run) -> None:
+    """As the operator tells routers; over an address of each kind."""
+    decision = {"time": "2026-01-01T00:00:00Z", "pool": "decode", "to": 2, "reason": "Burst",
+                "text": "decode from 1 to 2: why", "details": [], "of_tomorrow": 1}  # fmt: skip
+    body = json.dumps({"standing": [decision], "changes": [decision] * 8}).encode()
+
+    async def scenario() -> None:
+        async with router() as r:
+            assert await teller.post(r.admin.host, body, r.admin.port)
+            page = await httpget.get(r.admin.host, r.admin.port, "/debug/state", timeout_s=5.0)
+            told = json.loads(page.body)["sizes"]
+            assert [one["text"] for one in told["standing"]] == ["decode from 1 to 2: why"]
+            assert len(told["changes"]) == 8
+            assert not await teller.post(r.admin.host, body, 1)  # nobody
+
+    run(scenario())
+
+
+def test_an_older_router_is_not_asked_again(run) -> None:
+    async def scenario() -> tuple[bool, bool]:
+        async with serving({teller.PATH: (404, b"")}) as pages:
+            older = await teller.post("127.0.0.1", b"{}", pages.port)
+        async with serving({teller.PATH: (503, b"")}) as pages:
+            return older, await teller.post("127.0.0.1", b"{}", pages.port)
+
+    assert run(scenario()) == (True, False)
+
+
+def test_ipv6_hosts_stand_in_brackets(run) -> None:
+    async def scenario() -> httpget.Response:
+        async with router(host="::1") as r:
+            return await httpget.get("::1", r.admin.port, "/sketches", timeout_s=5.0)
+
+    assert run(scenario()).status == 200
 
 
 def test_get_of_nobody(run) -> None:

@@ -3,6 +3,7 @@ failures of calls are told apart, and that many PDClusters are looked at side by
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from pd_operator import informer, service
+from pd_operator.keys import Key
 from pd_operator.leadership import Terms
 from pd_operator.metrics import Metrics
 from pd_operator.podparts import Manifest
 from pd_operator.service import Operator, Options
+from pd_operator.teller import Teller
 from tests.pd_operator.fake_api import FakeApi
 from tests.pd_operator.objects import document
 
@@ -67,6 +70,8 @@ def test_everything_is_made_once_and_forgotten_with_its_object(run):
             await until(lambda: operator.unready() == "")
             kinds = {place[0] for place in api.objects}
             assert {"StatefulSet", "Deployment", "Service", "PDPool"} <= kinds
+            own = 'pdcluster_namespace="ns",pdcluster="chat",role="decode",state="desired"'
+            assert f"pdcluster_operator_pool_replicas{{{own}}} 1\n" in metrics.render().decode()
             await asyncio.sleep(0.3)
             api.asked.clear()
             await asyncio.sleep(0.3)
@@ -78,6 +83,7 @@ def test_everything_is_made_once_and_forgotten_with_its_object(run):
             assert not operator._reconciler._written_at
             assert not operator._reconciler._calm
             assert looks(metrics, "ok") > 1
+            assert 'pdcluster="chat"' not in metrics.render().decode()
 
     run(scenario())
 
@@ -107,6 +113,32 @@ def test_rest_costs_nothing_and_changes_are_seen(run, monkeypatch: pytest.Monkey
             await api.put({**document, "spec": spec})
 
             await until(lambda: closely > 0)
+
+    run(scenario())
+
+
+def test_routers_are_told_of_pools_that_are_sized(run, monkeypatch: pytest.MonkeyPatch):
+    async def scenario() -> None:
+        api, told = FakeApi(), {}
+        await api.put(pdcluster("fixed"))
+        target = {"target": "1s"}
+        sized = document(**{
+            "metadata.name": "sized", "metadata.namespace": "ns",
+            "metadata.creationTimestamp": "2026-01-01T00:00:00Z",
+            "spec.slo": {"ttft": target, "tpot": target},
+            "spec.decode": {"scaling": {"mode": "SLO", "maxReplicas": 3}},
+        })  # fmt: skip
+
+        def tell(teller: Teller, key: Key, routers: list[str]) -> None:
+            del routers
+            told[key.name] = json.loads(teller._known[key].body())["standing"]
+
+        monkeypatch.setattr(Teller, "tell", tell)
+        async with operating(api):
+            await api.put(sized)
+            await until(lambda: {"fixed", "sized"} <= told.keys())
+            assert told["fixed"] == []
+            assert [one["pool"] for one in told["sized"]] == ["decode"]
 
     run(scenario())
 

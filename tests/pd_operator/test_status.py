@@ -386,6 +386,16 @@ def test_draining_pods_do_not_count() -> None:
     made = status_of(cluster(), objects)
     assert made["decode"]["ready"] == 0
     assert made["decode"]["draining"] == 1
+    counts = status.pool_counts(wanted, observe(objects))[Role.DECODE]
+    assert counts == {"desired": 1, "ready": 0, "draining": 1, "outdated": 0}
+
+
+def test_workers_of_an_older_revision_are_counted_until_they_are_gone() -> None:
+    old, new = rendered(cluster()), rendered(cluster(**{"spec.decode.engine": {"chunkTokens": 64}}))
+    objects = [*running(old), new.pools[1].stateful_set, pod(pool_set(new, Role.DECODE), 0)]
+    counts = status.pool_counts(new, observe(objects))
+    assert counts[Role.DECODE] == {"desired": 1, "ready": 2, "draining": 0, "outdated": 1}
+    assert status.pool_counts(new, observe(running(new)))[Role.DECODE]["outdated"] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_router.admin import AdminApp
 from pd_router.app import AppSettings, RouterApp
+from pd_router.classes import NO_PROMISES
 from pd_router.http import HttpServer, bind
 from pd_router.journal import Journal, Spans
 from pd_router.keys import Keyring
@@ -250,13 +251,14 @@ async def rig(
     keyring: Keyring | None = None,
     live_page: bool = True,
     spans: Spans | None = None,
+    host: str = "127.0.0.1",
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """A running router, with the tiny model's bundle unless another is given."""
     if bundled and bundle is None:
         bundle = tiny_bundle()
     workers, sessions = PlayedWorkers(bundle), PlayedSessions()
-    texts, metrics = Texts(workers), Metrics(MODEL)
+    texts, metrics = Texts(workers), Metrics(MODEL, promises=settings.get("promises", NO_PROMISES))
     journal = Journal(metrics, spans)
     app = RouterApp(
         AppSettings(model=MODEL, **settings),
@@ -267,11 +269,11 @@ async def rig(
         journal,
         keyring,
     )
-    client = HttpServer(app, bind(Address("127.0.0.1", 0)))
+    client = HttpServer(app, bind(Address(host, 0)))
     page = LivePage(app) if live_page else None
     told = (lambda: None) if keyring is None else (lambda: keyring.clients)
     pages = AdminApp("router-0", workers, metrics, journal, live_page=page, clients=told)
-    admin = HttpServer(pages, bind(Address("127.0.0.1", 0)))
+    admin = HttpServer(pages, bind(Address(host, 0)))
     try:
         async with admin.serving(), client.serving():
             if bundle is not None:

@@ -54,6 +54,7 @@ def process(tokens: int, queued: int, workers: list[dict[str, Any]]) -> Metrics:
         timeline.ttft_s = 0.1
         metrics.first_text(timeline, 0.1)
         metrics.generation_done(timeline)
+        metrics.answered("default", [timeline])
         metrics.gap_observer(timeline)(0.01)
     metrics.running.set(tokens)
     metrics.ready.set(1)
@@ -86,6 +87,7 @@ def test_counters_add_up_and_workers_are_counted_once() -> None:
         for sample in family.samples
     }
     assert samples["pdcluster_router_running_requests", ""] == 5
+    assert samples["pdcluster_router_goodput_requests_total", ""] == 5
     assert samples["pdcluster_router_ready", ""] == 1
     assert samples["pdcluster_router_completion_tokens_total", ""] == 3 + 6
     assert samples["pdcluster_router_itl_seconds_bucket", "0.01"] == 5
@@ -246,6 +248,11 @@ def test_the_admin_page_of_several() -> None:
             status, said = await site.post(site.admin, page.CHAT, chat)  # by one of the processes
             assert (status, said["error"]["type"]) == (400, "invalid_request_error")
             assert "chat template" in said["error"]["message"]
+            decision = {"time": "t", "pool": "decode", "to": 2, "reason": "r", "text": "why"}
+            status, _ = await site.post(site.admin, "/scaling", {"standing": [decision]})
+            assert status == 200
+            [told] = (await site.page("/debug/state"))["sizes"]["standing"]
+            assert told["text"] == "why"
             status, _ = await site.post(site.admin, page.CHAT, chat, origin="https://evil.example")
             assert status == 403
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pd_router import live, page
+from pd_router import live, page, sizes
 from pd_router.admin import AdminApp
 from pd_router.http import HttpServer, bind
 from pd_router.page import LivePage
@@ -270,6 +270,71 @@ def test_several_documents_are_one() -> None:
     assert [one["id"] for one in found["requests"]] == ["c-2", "c-1"]
     assert found["distributions"]["itl"] == {"bounds": [0.1], "counts": [2, 4]}
     assert len(found["workers"]) == 1
+
+
+DECISION = {
+    "time": "2026-01-01T00:00:00Z", "pool": "decode", "to": 2, "reason": "Burst",
+    "text": "decode from 1 to 2: the last seconds", "details": ["9 needed"],
+}  # fmt: skip
+
+
+def test_what_the_operator_tells_of_sizes_is_shown() -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+
+            async def shown() -> Any:
+                return client.json.loads((await ask(r, "GET", page.STATE))[2])["sizes"]
+
+            assert await shown() == {"standing": [], "changes": []}
+            told = {"standing": [DECISION], "changes": [DECISION, DECISION]}
+            assert (await ask(r, "POST", "/scaling", told))[0] == 200
+            assert await shown() == told
+            assert (await ask(r, "POST", "/scaling", {}))[0] == 200
+            assert await shown() == {"standing": [], "changes": []}
+
+    go(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        ([], {}, 400),
+        ({"standing": [DECISION | {"to": "2"}]}, {}, 400),
+        ({"standing": [DECISION] * 5}, {}, 400),
+        ({"changes": [DECISION] * 33}, {}, 400),
+        ({"changes": [DECISION | {"text": "x" * 2000}]}, {}, 400),
+        ({"changes": [], "more": "x" * sizes.MAX_BODY_BYTES}, {}, 413),
+        ({"changes": [DECISION]}, {"origin": "https://evil.example"}, 403),
+        ({"changes": [DECISION]}, {"host": "evil.example"}, 403),
+    ],
+)
+def test_what_nobody_may_tell(body: Any, headers: dict[str, str], status: int) -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+            assert (await ask(r, "POST", "/scaling", body, **headers))[0] == status
+            assert (await ask(r, "GET", "/scaling"))[0] == 405
+            state = client.json.loads((await ask(r, "GET", page.STATE))[2])
+            assert state["sizes"]["changes"] == []
+            response = await client.request(r.http.host, r.http.port, "POST", "/scaling", {})
+            assert response.status == 404  # clients tell nothing
+            await response.close()
+
+    go(scenario())
+
+
+def test_of_several_routers_the_one_that_was_told_last_is_right() -> None:
+    made = [
+        live.document({"router": name, "ready": True, "sizes": told}, Queued(), [], [], {})
+        for name, told in (
+            ("a", {"standing": [DECISION], "changes": []}),
+            ("b", {"standing": [DECISION | {"time": "2026-01-01T00:05:00Z"}], "changes": []}),
+            ("c", {"standing": [], "changes": []}),
+        )
+    ]
+    older = [{k: v for k, v in one.items() if k != "sizes"} for one in made[:1]]
+    [found] = live.merged("r", made)["sizes"]["standing"]
+    assert found["time"] == "2026-01-01T00:05:00Z"
+    assert live.merged("r", older)["sizes"] == {}
 
 
 def test_requests_that_failed_early_and_those_of_many_prompts() -> None:

@@ -52,6 +52,22 @@ def test_a_plot_looks_back_some_looks_and_forgets(js: Evaluate) -> None:
     assert made["last"] == {"now": 3600, "p50": None, "p99": None}
 
 
+def test_a_time_of_another_day_says_which(js: Evaluate) -> None:
+    made = js("""{
+        const today = new Date("2026-03-02T12:00:00Z");
+        return ["2026-03-02T11:00:00Z", "2026-02-01T11:00:00Z", "soon"].map(
+            (time) => Logic.clock(time, today));
+    }""")
+    assert "2026" not in made[0]
+    assert "2026" in made[1]
+    assert made[2] == "soon"
+
+
+def test_pools_come_in_a_requests_order(js: Evaluate) -> None:
+    told = '[{"pool": "decode"}, {"pool": "prefill"}]'
+    assert js(f"Logic.ordered({told})") == [{"pool": "prefill"}, {"pool": "decode"}]
+
+
 def test_a_path_has_gaps_and_ends_at_now(js: Evaluate) -> None:
     points = [{"p50": 1}, {"p50": 2}, {"p50": None}, {"p50": 0}]
     box = '{"left": 0, "right": 179, "top": 0, "bottom": 100}'

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pd_core.failures import Failure, FailureKind
 from pd_core.sketch import from_json, quantile
 from pd_router import journal
+from pd_router.classes import Goals, Promises, SlaClass
 from pd_router.metrics import Metrics
 from pd_router.signals import Queued
 from pd_router.types import Timeline
@@ -66,11 +67,13 @@ def test_a_served_request_in_all_its_stages() -> None:
         ("prefill_queue_seconds_sum", "prefill"): 0.004,
         ("grant_wait_seconds_sum", "decode"): 0.003,
         ("transfer_seconds_sum", "decode"): 0.04,
-        ("tpot_seconds_sum", "decode"): 0.02,
-        ("queue_seconds_sum", "router"): 0.002,
     }
     for (name, pool), expected in stages.items():
         assert value(metrics, name, pool=pool) == pytest.approx(expected)
+    of_class = {("tpot_seconds_sum", "decode"): 0.02, ("queue_seconds_sum", "router"): 0.002}
+    for (name, pool), expected in of_class.items():
+        found = value(metrics, name, pool=pool, **{"class": ""})
+        assert found == pytest.approx(expected)
     assert value(metrics, "kv_bytes_total", transport="tcp") == 1000
     assert value(metrics, "prompt_tokens_total") == 100
     assert value(metrics, "cached_tokens_total") == 32
@@ -82,7 +85,7 @@ def test_one_worker_that_does_both_is_a_pool_of_its_own() -> None:
     together = {"prefill_worker": "c-0", "decode_worker": "c-0", "kv_bytes": 0}
     metrics.generation_done(a_timeline(**SERVED | together))
     assert value(metrics, "prefill_seconds_count", pool="both") == 1
-    assert value(metrics, "tpot_seconds_count", pool="both") == 1
+    assert value(metrics, "tpot_seconds_count", pool="both", **{"class": ""}) == 1
     assert value(metrics, "transfer_seconds_count", pool="decode") is None
 
 
@@ -94,6 +97,17 @@ def test_a_request_that_never_got_anywhere_counts_no_stages() -> None:
     names = {name for name, _ in samples(metrics)}
     assert "prefill_seconds_count" not in names
     assert value(metrics, "failures_total", kind="no_capacity") == 1
+    assert value(metrics, "retries_total", kind="worker_lost") == 1
+
+
+def test_the_first_failure_and_the_first_retry_are_an_increase() -> None:
+    """Each kind that there can be begins at 0."""
+    metrics = Metrics(MODEL)
+    for kind in FailureKind:
+        assert value(metrics, "failures_total", kind=kind.value) == 0
+        retried = value(metrics, "retries_total", kind=kind.value)
+        assert retried == (0 if Failure(kind, "").traits.retryable else None)
+    metrics.on_retry(Failure(FailureKind.WORKER_LOST, ""))
     assert value(metrics, "retries_total", kind="worker_lost") == 1
 
 
@@ -153,12 +167,18 @@ def test_what_a_request_over_http_leaves_behind(caplog: pytest.LogCaptureFixture
                 response = await _ask(r, n=0)
                 await response.close()
             path = "/v1/chat/completions"
-            assert value(r.metrics, "requests_total", status="200", endpoint=path) == 2
-            assert value(r.metrics, "requests_total", status="400", endpoint=path) == 1
+            default = {"class": "default"}
+
+            def requests(status: str) -> float | None:
+                sla = default if status == "200" else {"class": ""}
+                return value(r.metrics, "requests_total", status=status, endpoint=path, **sla)
+
+            assert requests("200") == 2
+            assert requests("400") == 1
             assert value(r.metrics, "failures_total", kind="invalid_request") == 1
-            assert value(r.metrics, "itl_seconds_count", pool="decode") == 8
-            assert value(r.metrics, "ttft_seconds_count", pool="prefill") == 2
-            tpot_s = value(r.metrics, "tpot_seconds_sum", pool="decode")
+            assert value(r.metrics, "itl_seconds_count", pool="decode", **default) == 8
+            assert value(r.metrics, "ttft_seconds_count", pool="prefill", **default) == 2
+            tpot_s = value(r.metrics, "tpot_seconds_sum", pool="decode", **default)
             assert tpot_s is not None
             assert 2 * 0.009 < tpot_s < 1
             assert value(r.metrics, "running_requests") == 0
@@ -175,6 +195,102 @@ def test_what_a_request_over_http_leaves_behind(caplog: pytest.LogCaptureFixture
     assert (words["prefill"], words["decode"]) == ("p-0", "d-0")
     assert float(words["ttft_ms"]) <= float(words["total_ms"])
     assert "failure=invalid_request" in lines[2]
+
+
+PROMISES = Promises(
+    (SlaClass("std"), SlaClass("vip", ttft_s=0.5), SlaClass("batch", ttft_s=60, tpot_s=1.0)),
+    slo=Goals(ttft_s=2.0, tpot_s=0.03),
+)
+
+
+@pytest.mark.parametrize(
+    ("sla", "ttft_s", "tpot_s", "kept"),
+    [
+        ("std", 2.0, 0.03, True),  # as the PDCluster promises
+        ("std", 2.1, 0.03, False),
+        ("vip", 0.6, 0.02, False),  # its own TTFT
+        ("vip", 0.5, 0.04, False),  # and the PDCluster's TPOT
+        ("batch", 59.0, 0.9, True),
+        ("batch", 59.0, 1.1, False),
+        ("std", 1.0, None, True),  # one token
+        ("std", None, None, False),  # no text at all
+    ],
+)
+def test_goodput_is_what_kept_its_class_promise(
+    sla: str, ttft_s: float | None, tpot_s: float | None, kept: bool
+) -> None:
+    metrics = Metrics(MODEL, promises=PROMISES)
+    early = a_timeline(ttft_s=0.1, tpot_s=0.01)
+    metrics.answered(sla, [early, a_timeline(ttft_s=ttft_s, tpot_s=tpot_s)])
+    known = {
+        one: value(metrics, "goodput_requests_total", **{"class": one})
+        for one in ("std", "vip", "batch")
+    }
+    assert known == {"std": 0, "vip": 0, "batch": 0} | {sla: float(kept)}
+
+
+def test_without_a_promise_every_answer_is_goodput() -> None:
+    metrics = Metrics(MODEL)
+    metrics.answered("default", [a_timeline(ttft_s=100.0, tpot_s=9.0)])
+    assert value(metrics, "goodput_requests_total", **{"class": "default"}) == 1
+
+
+def test_a_request_counts_to_its_class_and_made_up_ones_make_no_series() -> None:
+    async def ask(r: Rig, name: str) -> int:
+        body = {"model": MODEL, "messages": HI}
+        where = (r.http.host, r.http.port, "POST", "/v1/chat/completions")
+        response = await client.request(*where, body, headers={"x-pdcluster-class": name})
+        await response.close()
+        return response.status
+
+    async def scenario() -> None:
+        async with rig(promises=PROMISES, class_header=True) as r:
+            r.sessions.script = says(r.tokens("abc"))
+            assert [await ask(r, name) for name in ("vip", "batch", "")] == [200, 200, 200]
+            for number in range(5):
+                await ask(r, f"x{number}")
+
+            async def full(generation: PlayedGeneration) -> None:
+                generation.fail(FailureKind.NO_CAPACITY)
+
+            r.sessions.script = full
+            assert await ask(r, "vip") == 503
+            found = samples(r.metrics)
+            known = [dict(labels).get("class") for _, labels in found if "class" in dict(labels)]
+            assert set(known) == {"", "std", "vip", "batch"}
+            path = "/v1/chat/completions"
+            answers = {
+                name: value(
+                    r.metrics, "requests_total", status="200", endpoint=path, **{"class": name}
+                )
+                for name in set(known)
+            }
+            assert answers == {"": 5, "std": 1, "vip": 1, "batch": 1}
+            assert value(
+                r.metrics, "requests_total", status="503", endpoint=path, **{"class": "vip"}
+            ) == 1  # fmt: skip
+            assert value(r.metrics, "ttft_seconds_count", pool="both", **{"class": "vip"}) == 1
+            assert r.journal.find(None)[-1]["timelines"][0]["sla"] == "vip"
+
+    go(scenario())
+
+
+def test_an_answer_that_breaks_off_is_no_goodput() -> None:
+    async def scenario() -> None:
+        async with rig() as r:
+
+            async def script(generation: PlayedGeneration) -> None:
+                generation.emit(r.tokens("a")[0])
+                generation.fail(FailureKind.WORKER_LOST)
+
+            r.sessions.script = script
+            response = await _ask(r, stream=True)
+            assert response.status == 200
+            await response.body()
+            await response.close()
+            assert value(r.metrics, "goodput_requests_total", **{"class": "default"}) == 0
+
+    go(scenario())
 
 
 def test_a_token_without_text_is_not_the_first_text() -> None:
@@ -196,7 +312,7 @@ def test_a_token_without_text_is_not_the_first_text() -> None:
 
             r.sessions.script = script
             await (await _ask(r)).close()
-            ttft_s = value(r.metrics, "ttft_seconds_sum", pool="both")
+            ttft_s = value(r.metrics, "ttft_seconds_sum", pool="both", **{"class": "default"})
             assert ttft_s is not None
             assert ttft_s >= waited_s > 0
 

@@ -7,13 +7,14 @@ middle of a stream. The operator runs over a fake API server.
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import threading
 import time
 import urllib.parse
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,36 +25,32 @@ from pd_operator import alerts, api, web
 from pd_operator.metrics import CONTENT_TYPE
 from tests import client
 from tests.cluster import Cluster, http_get, serving, spec
+from tests.collector import collecting
 from tests.pd_operator.fake_api import FakeApi
 from tests.pd_operator.objects import document
 from tests.pd_operator.test_service import operating, until
 from tests.ports import free_port
 from tests.tiny_model import tiny_model_dir
 from tests.watch.conftest import PROMETHEUS
-from tests.watched import BOARDS, queries
+from tests.watched import BOARDS, queries, variables
 
 SCRAPE_S = 1
 WINDOW = "30s"  # of rates, where Grafana would choose by its step
 DEADLINE_S = 60.0
 ROUNDS = 8
-# What a cluster that is well has nothing of; its query is only known to be valid here.
-NOTHING = {
-    "pdcluster_engine_failures_total": "no request fails at a worker that is well",
-    "pdcluster_engine_kv_store_failures_total": "no store fails",
-    "pdcluster_engine_kv_restores_declined_total": "reading is faster than computing here",
-    "pdcluster_router_trace_spans_total": "nobody asked for traces",
-}
-_VARIABLES = {"$__rate_interval": WINDOW, "$namespace": "default", "$cluster": "test"}
-_LABELS = {"namespace": "default", alerts.CLUSTER_LABEL: "test"}
+CLUSTER = "test"
+_LABELS = {"namespace": "default", alerts.CLUSTER_LABEL: CLUSTER}
+_VARIABLES = {"$__rate_interval": WINDOW, "$namespace": "default", "$cluster": CLUSTER}
+_LABEL_VALUES = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)")
 SLO = {"ttft": {"percentile": 50, "target": "60s"}, "tpot": {"percentile": 50, "target": "10s"}}
 
 
-def pdcluster(name: str) -> dict[str, Any]:
+def pdcluster(name: str, least: int = 1) -> dict[str, Any]:
     """One whose pools the operator sizes."""
-    scaling = {"mode": "SLO", "minReplicas": 1, "maxReplicas": 3}
+    scaling = {"mode": "SLO", "minReplicas": least, "maxReplicas": 3}
     target = {"percentile": 99, "target": "1s"}
     return document(**{
-        "metadata.name": name, "metadata.namespace": "ns",
+        "metadata.name": name, "metadata.namespace": _LABELS["namespace"],
         "metadata.creationTimestamp": "2026-01-01T00:00:00Z",
         "spec.prefill": {"scaling": scaling}, "spec.decode": {"scaling": scaling},
         "spec.slo": {"ttft": target, "tpot": target},
@@ -83,8 +80,9 @@ class Operating:
 
     async def _run(self) -> None:
         fake = FakeApi()
-        await fake.put(pdcluster("chat"))
-        async with operating(fake, resync_s=1.0) as (operator, metrics):
+        await fake.put(pdcluster(CLUSTER))
+        namespace = _LABELS["namespace"]
+        async with operating(fake, resync_s=1.0, namespace=namespace) as (operator, metrics):
             await until(lambda: operator.unready() == "")
             page = {"/metrics": lambda: web.Page(metrics.render(), content_type=CONTENT_TYPE)}
             async with web.serving({("127.0.0.1", 0): page}) as [port]:
@@ -97,8 +95,10 @@ class Operating:
         number = 0
         while not self._stop.is_set():
             number += 1
-            await fake.put(pdcluster(f"chat-{number % 3}"))
-            await fake.remove("PDCluster", "ns", f"chat-{number % 3}")
+            name = f"{CLUSTER}-{number % 3}"
+            await fake.put(pdcluster(CLUSTER, least=1 + number % 2))
+            await fake.put(pdcluster(name))
+            await fake.remove("PDCluster", _LABELS["namespace"], name)
             fake.refuse = {"watch": 500} if number % 3 == 0 else {}
             await fake.hang_up()
             try:
@@ -174,6 +174,11 @@ class Prometheus:
         found: list[Any] = json.loads(body)["data"]["result"]
         return found
 
+    def label_values(self, label: str, selector: str) -> set[str]:
+        """As Grafana asks for a variable's choices."""
+        match = urllib.parse.quote(selector)
+        return set(self.get(f"/api/v1/label/{label}/values?match[]={match}"))
+
     def get(self, path: str) -> Any:
         return json.loads(http_get(self._url(path))[1])["data"]
 
@@ -243,10 +248,13 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     routing = {"routing": {"disaggregate": "always"}}
     kept = {"retention": {"maxShare": 0.0001, "hostMemory": "64Mi"}}
     pools = {"prefill": {"replicas": 1, "engine": kept}, "decode": {"replicas": 2}}
-    made = spec(tiny_model_dir(), **pools, router=routing, slo=SLO)
-    rules = [*alerts.groups(api.parse(made)), *alerts.operator_groups()]
-    folder = tmp_path_factory.mktemp("prometheus")
-    with serving(made, tmp_path_factory.mktemp("cluster")) as cluster, Operating().running() as at:
+    with ExitStack() as stack:
+        tracing = {"endpoint": stack.enter_context(collecting()).url}
+        made = spec(tiny_model_dir(), **pools, router=routing, slo=SLO, tracing=tracing)
+        rules = [*alerts.groups(api.parse(made)), *alerts.operator_groups()]
+        folder = tmp_path_factory.mktemp("prometheus")
+        cluster = stack.enter_context(serving(made, tmp_path_factory.mktemp("cluster")))
+        at = stack.enter_context(Operating().running())
         targets = [f"{pod.ip}:9090" for pod in cluster.pods()]
         with Prometheus(folder, targets, at, rules).running() as found:
             up = lambda: len(found.query("up == 1")) == len(targets) + 1  # noqa: E731
@@ -255,19 +263,36 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             yield found
 
 
+def plain(query: str) -> str:
+    """As Grafana asks it, with the variables' values."""
+    for name, value in _VARIABLES.items():
+        query = query.replace(name, value)
+    return query
+
+
 def test_all_queries_return_data(prometheus: Prometheus) -> None:
     assert BOARDS
     empty = []
     for board in BOARDS:
         for query in queries(board):
-            plain = query
-            for name, value in _VARIABLES.items():
-                plain = plain.replace(name, value)
-            result = prometheus.query(plain)
-            known = any(name in query for name in NOTHING)
-            if not known and not any(one["value"][1] != "NaN" for one in result):
-                empty.append(f"{board.stem}: {plain}")
+            result = prometheus.query(plain(query))
+            if not any(one["value"][1] != "NaN" for one in result):
+                empty.append(f"{board.stem}: {plain(query)}")
     assert not empty, "\n".join(empty)
+
+
+def test_variables_offer_what_there_is(prometheus: Prometheus) -> None:
+    """And nothing else: each is asked for what the one before it has chosen."""
+    asked = 0
+    for board in BOARDS:
+        for one in variables(board):
+            found = _LABEL_VALUES.fullmatch(plain(one.query))
+            assert found is not None, one.query
+            offered = prometheus.label_values(found["label"], found["selector"])
+            assert offered == {_VARIABLES[f"${one.name}"]}, (board.stem, one)
+            asked += 1
+    assert asked == 4  # two boards are of one PDCluster
+    assert prometheus.label_values("namespace", "pdcluster_router_nothing") == set()
 
 
 def test_no_rule_fails_and_none_fires(prometheus: Prometheus) -> None:

@@ -64,14 +64,37 @@ def _numbers(said: Mapping[str, Any]) -> dict[str, float]:
 
 def sentences(one: Told) -> list[str]:
     """The decision, then how it came about."""
-    if one.after == one.before:
-        head = f"{one.pool} stays at {one.after}"
-    else:
-        head = f"{one.pool} from {one.before} to {one.after}"
-    said = [f"{one.time}  {head}: {_WHY.get(one.reason, one.reason)}"]
+    return [f"{one.time}  {_head(one)}", *(f"    {part}" for part in _details(one))]
+
+
+def entry(one: Told) -> dict[str, Any]:
+    """The same as JSON, as routers are told it (`pd_router.sizes`)."""
+    return {
+        "time": one.time, "pool": one.pool, "to": one.after, "reason": one.reason,
+        "text": _head(one), "details": _details(one),
+    }  # fmt: skip
+
+
+def kept_entry(pool: str, decision: Mapping[str, Any]) -> dict[str, Any]:
+    """Likewise, of what a status keeps: the last change, and nothing of what was before it."""
+    why = _WHY.get(decision["reason"], decision["reason"])
+    message = decision.get("message")
+    return {
+        "time": decision["time"], "pool": pool, "to": decision["replicas"],
+        "reason": decision["reason"], "text": f"{pool} to {decision['replicas']}: {why}",
+        "details": [message] if message else [],
+    }  # fmt: skip
+
+
+def _head(one: Told) -> str:
+    moved = one.after != one.before
+    size = f"from {one.before} to {one.after}" if moved else f"stays at {one.after}"
+    return f"{one.pool} {size}: {_WHY.get(one.reason, one.reason)}"
+
+
+def _details(one: Told) -> list[str]:
     parts = (_demand(one.numbers), _capacity(one.numbers), _outcome(one.numbers))
-    found = [part for part in parts if part]
-    return [*said, *(f"    {part}" for part in found or [one.message] if part)]
+    return [part for part in parts if part] or ([one.message] if one.message else [])
 
 
 _WHY = {

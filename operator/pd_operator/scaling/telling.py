@@ -12,6 +12,8 @@ from pd_operator.notices import Notice
 from pd_operator.replicas import Standing
 from pd_operator.scaling.types import Decision, Scale
 
+MOVES = ("MoreDemand", "Burst", "LessDemand", "OutOfBounds", "Budget", "Ratio")
+"""Why a pool's size changes."""
 _BLIND = ("NoData", "StaleData", "NoCapacityYet")
 _LIMITED = ("AtMaximum", "Budget", "PartialData")
 _TYPE = "ScalingActive"

@@ -104,14 +104,21 @@ const Logic = (() => {
       }));
   }
 
-  // Workers in the order of a request's way.
-  function ordered(workers) {
-    const order = ["prefill", "decode", "both"];
-    return [...workers].sort(
-      (a, b) =>
-        order.indexOf(a.role) - order.indexOf(b.role) ||
-        a.worker.localeCompare(b.worker, "en", { numeric: true }),
+  // Workers, or what is told of pools, in the order of a request's way.
+  function ordered(items) {
+    const order = ["prefill", "decode", "both", "colocated"];
+    const place = (one) => order.indexOf(one.role || one.pool);
+    const name = (one) => one.worker || "";
+    return [...items].sort(
+      (a, b) => place(a) - place(b) || name(a).localeCompare(name(b), "en", { numeric: true }),
     );
+  }
+
+  // A time of day; of another day with its date.
+  function clock(time, today = new Date()) {
+    const at = new Date(time);
+    if (Number.isNaN(at.getTime())) return time;
+    return at.toDateString() === today.toDateString() ? at.toLocaleTimeString() : at.toLocaleString();
   }
 
   function summary(state) {
@@ -162,6 +169,6 @@ const Logic = (() => {
 
   return {
     HISTORY, MESSAGES, WINDOW, Events, Latency, Ring,
-    bars, kept, kind, ordered, path, percent, quantile, said, seconds, summary, top,
+    bars, clock, kept, kind, ordered, path, percent, quantile, said, seconds, summary, top,
   };
 })();

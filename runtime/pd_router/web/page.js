@@ -70,6 +70,32 @@
     write(cells[8], one.step_s > 0 ? Logic.seconds(one.step_s) : "-");
   }
 
+  // ---- sizes -------------------------------------------------------------------------
+
+  function decision(one) {
+    const item = element("li");
+    const time = element("time", { datetime: one.time }, Logic.clock(one.time));
+    item.append(time, ` ${one.text}`);
+    if (one.details.length) {
+      const details = element("ul", { class: "details" });
+      details.append(...one.details.map((text) => element("li", {}, text)));
+      item.append(details);
+    }
+    return item;
+  }
+
+  let told = "";
+  function showSizes(sizes) {
+    const { standing = [], changes = [] } = sizes || {};
+    const now = JSON.stringify([standing, changes]);
+    if (now === told) return;
+    told = now;
+    at("sizes-none").hidden = standing.length + changes.length > 0;
+    at("changes-title").hidden = !changes.length;
+    at("sizes").replaceChildren(...Logic.ordered(standing).map(decision));
+    at("changes").replaceChildren(...changes.map(decision));
+  }
+
   // ---- requests ----------------------------------------------------------------------
 
   function requestRow(one, longest_s) {
@@ -157,6 +183,7 @@
     health(state.ready ? "ready" : "no usable pair of workers", state.ready);
     write(at("pools-summary"), Logic.summary(state));
     rows(at("workers"), Logic.ordered(state.workers), (one) => one.worker, workerRow, fillWorker);
+    showSizes(state.sizes);
     showRequests(state.requests);
     for (const name of Object.keys(plots)) {
       plots[name].look(state.now, state.distributions[name]);

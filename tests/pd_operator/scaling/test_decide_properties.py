@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from pd_operator.api import Role
 from pd_operator.scaling import bounds
 from pd_operator.scaling.decide import PoolState, State, decide
+from pd_operator.scaling.telling import MOVES
 from pd_operator.scaling.types import (
     Flow,
     Flows,
+    Hold,
     Observations,
     PoolSignals,
     PoolSpec,
@@ -127,6 +129,7 @@ def test_never_beyond_bounds_or_budget(spec: Spec, looks: list[Observations], st
             assert pool.minimum <= decision.replicas <= pool.maximum
             assert isinstance(decision, Scale) == (decision.replicas != pool.replicas)
             assert decision.reason
+            assert isinstance(decision, Hold) or decision.reason in MOVES
             assert all(map(math.isfinite, decision.numbers.values())), decision.numbers
         if spec.gpus is not None:
             sizes = [decisions[pool.role].replicas * pool.gpus_each for pool in spec.pools]
