@@ -291,6 +291,8 @@ class EngineCore:
             prompts = sum(len(row.token_ids) for row in batch.rows if not row.decodes)
             decodes = sum(row.decodes for row in batch.rows)
             self._pace.observe(prompts, decodes, time.monotonic() - began)
+            # Nothing was computed by one that failed or was given up: it would look fast.
+            self.metrics.step(batch, time.monotonic() - began)
         finally:
             ended = time.monotonic()
             self._clock.began = None
@@ -299,7 +301,6 @@ class EngineCore:
             log.info("step=%d ms=%.1f %s", batch.step, (ended - began) * 1000, consists)
         self._clock.steps += 1
         self._clock.recent_s.append(ended - began)
-        self.metrics.step(batch, ended - began)
         self._deliver(events)
 
     def _describe(self, batch: Batch) -> str:

@@ -524,10 +524,10 @@ class SideHandler:
             work = generation.works.get(self._side)
             if work is not None:
                 work.prefill_over()
-                generation.computed(work)
                 if self._side.prefill:
-                    work.expect_no_steps()
+                    work.expect_no_steps()  # whether it is any good is seen when KV has come
                 else:
+                    self._prove(work)
                     work.holds(now)
             prefilled = wire.prefilled_from_pb(event)
             generation.feed(generation.walk.prefilled(self._side, prefilled, now))
@@ -541,6 +541,8 @@ class SideHandler:
             if work is not None:
                 work.expect_steps()
                 work.carried(event.kv_bytes, event.transfer_s)
+                self._prove(work)
+                generation.computed(generation.works.get(self._side._replace(prefill=True)))
             committed = wire.committed_from_pb(event)
             generation.feed(generation.walk.committed(self._side, committed, now))
         except Exception as error:
@@ -551,8 +553,7 @@ class SideHandler:
         generation = self._generation
         try:
             if self._unproven:
-                self._unproven = False
-                generation.computed(generation.works.get(self._side))
+                self._prove(generation.works.get(self._side))
             if not (out.finish or self._logprobs):
                 choice, index, token = out.choice, out.index, out.token
                 if generation.walk.plain_token(self._side, choice, index, token, now):
@@ -567,6 +568,11 @@ class SideHandler:
                 generation.feed(actions)
         except Exception as error:
             self._broken(error)
+
+    def _prove(self, work: Work | None) -> None:
+        """Its worker has computed something. Once a side, however much it is."""
+        self._unproven = False
+        self._generation.computed(work)
 
     def failed(self, failure: Failure, now: float) -> None:
         generation = self._generation

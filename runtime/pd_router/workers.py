@@ -24,7 +24,7 @@ from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import policy, wire
-from pd_router.breaker import Progress
+from pd_router.breaker import Progress, State
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
 from pd_router.prefixes import PrefixIndex
@@ -168,9 +168,11 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     def _spares(self, record: Record) -> bool:
         """Whether requests could do without it. Where all fail alike, who still tries is
-        better than nobody."""
+        better than nobody; one that only gets a probe at a time takes nobody's place."""
         return any(
-            other.view.usable and other.view.role is not Role.PREFILL
+            other.view.usable
+            and other.breaker.state is State.CLOSED
+            and other.view.role is not Role.PREFILL
             for other in self._records.values()
             if other is not record
         )

@@ -89,9 +89,12 @@ using Stripes = void (*)(uint64_t* sums, const uint8_t* data, uint8_t* target, i
 
 void stripes_baseline(uint64_t* sums, const uint8_t* data, uint8_t* target, int64_t first,
                       int64_t count) {
+  if (target != nullptr) {
+    std::memcpy(target, data, static_cast<size_t>(kStripe * count));
+    data = target;  // what is there now: the source may change under us
+  }
   for (int64_t n = 0; n < count; ++n)
     accumulate(sums, data + kStripe * n, kSecret + 8 * (first + n));
-  if (target != nullptr) std::memcpy(target, data, static_cast<size_t>(kStripe * count));
 }
 
 #if defined(__x86_64__)
@@ -177,8 +180,8 @@ void run(uint64_t* sums, const uint8_t* data, uint8_t* target, int64_t number, i
   while (count > 0) {
     const int64_t first = number % kStripes;
     const int64_t some = count < kStripes - first ? count : kStripes - first;
-    chosen->stripes(sums, data, apart ? nullptr : target, first, some);
     if (apart) std::memcpy(target, data, static_cast<size_t>(kStripe * some));
+    chosen->stripes(sums, apart ? target : data, apart ? nullptr : target, first, some);
     if (first + some == kStripes) scramble(sums);
     data += kStripe * some;
     if (target != nullptr) target += kStripe * some;
