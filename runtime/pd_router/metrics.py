@@ -94,6 +94,8 @@ class Metrics:
             self._failures.labels(self.model, kind.value)
             if Failure(kind, "").traits.retryable:
                 self._retries.labels(self.model, kind.value)
+        for outcome in ("won", "lost"):
+            self._hedges.labels(self.model, outcome)
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()

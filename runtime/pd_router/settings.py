@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--admission", type=_promises, default=NO_PROMISES, dest="promises", metavar="JSON",
         help='{"classes": [{"name", "priority", "ttft", "tpot", "share"}], "limits": '
         '{"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, "clients": {NAME: {"class", '
-         '"limits", "weight"}}, "slo": {"ttft", "tpot"}}; goals in seconds')  # fmt: skip
+        '"limits", "weight"}}, "slo": {"ttft", "tpot"}}; goals in seconds')  # fmt: skip
     add("--class-header", action="store_true", help="clients may name their class of service")
     add("--no-live-page", action="store_false", dest="live_page",
         help="no page for people on the admin port")  # fmt: skip

@@ -107,6 +107,8 @@ def test_the_first_failure_and_the_first_retry_are_an_increase() -> None:
         assert value(metrics, "failures_total", kind=kind.value) == 0
         retried = value(metrics, "retries_total", kind=kind.value)
         assert retried == (0 if Failure(kind, "").traits.retryable else None)
+    for outcome in ("won", "lost"):
+        assert value(metrics, "hedges_total", outcome=outcome) == 0
     metrics.on_retry(Failure(FailureKind.WORKER_LOST, ""))
     assert value(metrics, "retries_total", kind="worker_lost") == 1
 
