@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ SLOWER = {"PDClusterRetriesFrequent": 5}
 """A worker that was killed takes half a minute to come back, and then it is killed again."""
 SCRAPE_S = 1
 DEADLINE_S = 60.0
+_WINDOW = re.compile(r"\[[^]]+\]")
 _SPAN = re.compile(r"\b(\d+)([smhd])\b")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -36,19 +38,24 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 def hastened(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rules with every window and every `for` so many times shorter."""
 
-    def shorter(text: str, speed: int) -> str:
-        def one(found: "re.Match[str]") -> str:
-            return f"{max(1, int(found[1]) * _SECONDS[found[2]] // speed)}s"
-
-        return _SPAN.sub(one, text)
-
     made = []
     for rule in rules:
         speed = SLOWER.get(rule.get("alert", ""), SPEED)
-        windows = re.sub(r"\[[^]]+\]", lambda one, n=speed: shorter(one[0], n), rule["expr"])
-        lasting = {"for": shorter(rule["for"], speed)} if "for" in rule else {}
+        windows = _WINDOW.sub(partial(_within, speed), rule["expr"])
+        lasting = {"for": _shorter(rule["for"], speed)} if "for" in rule else {}
         made.append({**rule, "expr": windows, **lasting})
     return made
+
+
+def _within(speed: int, window: "re.Match[str]") -> str:
+    return _shorter(window[0], speed)
+
+
+def _shorter(text: str, speed: int) -> str:
+    def one(found: "re.Match[str]") -> str:
+        return f"{max(1, int(found[1]) * _SECONDS[found[2]] // speed)}s"
+
+    return _SPAN.sub(one, text)
 
 
 class Prometheus:
