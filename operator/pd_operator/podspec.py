@@ -36,6 +36,7 @@ API_KEYS_PATH = "/etc/pdcluster/api-keys"
 KV_STORE_PATH = "/var/lib/pdcluster/kv"
 SHM_SIZE = "8Gi"
 """At most: it counts as the container's memory, as far as it is used."""
+_LONGEST_HOLD_S = 300.0
 _STORE_MARGIN_KIB = 64 << 10
 """A pod is evicted when a volume is over its limit, file system's overhead included."""
 
@@ -129,7 +130,8 @@ def _hold(cluster: Cluster) -> list[str]:
         for pool in cluster.pools
         if pool.role is not Role.PREFILL and pool.scaling and pool.scaling.min_replicas == 0
     ]
-    return [f"--hold-s={max(starts):g}"] if starts else []
+    # Whoever waits for one that can't start is better told so than kept.
+    return [f"--hold-s={min(max(starts), _LONGEST_HOLD_S):g}"] if starts else []
 
 
 def router_template(cluster: Cluster, settings: Settings) -> Manifest:
