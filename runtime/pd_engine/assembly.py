@@ -245,7 +245,7 @@ class Worker:
             memory,
             settings.worker_name,
             self._epoch,
-            self.core,
+            self.core.callbacks,
             kv_settings(settings),
             pool_fd=self._loaded.pool.fd if self._loaded.pool is not None else None,
             certificates=self._loaded.certificates,
@@ -308,4 +308,5 @@ class Worker:
             bundle_hash=self._loaded.bundle.bundle_hash,
             revision=settings.revision,
             prefill_tokens_per_s=runner.prefill_tokens_per_s,
+            shares_prefixes=self.core.sharing.exact,
         )

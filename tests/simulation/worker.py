@@ -166,7 +166,7 @@ class Worker:
             KvMemory(self.runner.kv_buffer, self.layout),
             name,
             self.epoch,
-            core,
+            core.callbacks,
             _kv_settings(plan),
             self._clock.monotonic,
         )
