@@ -95,6 +95,8 @@ class WorkerView:
     revision: str = ""
     load: LoadReport = LoadReport()
     usable: bool = False  # announced, not draining, linked, breaker closed
+    reachable: bool = False  # likewise, though it may drain
+    shares_prefixes: bool = False
     tokens_per_s: float = 0.0  # prefill: what it measured at its start, then in its work
     kv_token_bytes: float = 0.0
     kv_layers: int = 1

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from pd_core.estimate import LINKS, Link
+from pd_router.pulls import USUAL, PullRules
 
 PolicyName = Literal["cost", "random", "round_robin", "least_load", "prefix", "session"]
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -29,6 +30,7 @@ class Routing:
     disaggregate: Disaggregate = "auto"  # auto: decode may compute a prompt itself if faster
     session_kv_limit: float = 0.8  # a fuller decode worker loses its sessions' next turns
     link: Link = LINKS["tcp-25g"]  # between workers, until hand-overs have shown its speed
+    pulls: PullRules | None = USUAL  # copies of cached prefixes; None: none are made
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

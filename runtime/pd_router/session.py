@@ -37,8 +37,10 @@ from pd_router.moves import (
 )
 from pd_router.policy import Exclusions, Need, Placement, Unplaced
 from pd_router.prefixes import PromptHashes
+from pd_router.pulling import Pulling
 from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
+from pd_router.sizes import refuse_size
 from pd_router.types import GenerateRequest, Sink, Timeline
 from pd_router.walk import Walk
 from pd_router.workers import Work, Workers
@@ -229,7 +231,7 @@ class Sessions:
             raise RequestFailure(FailureKind.DEADLINE, f"deadline_s = {request.deadline_s:g}")
         usable = [v for v in self.workers.views() if v.usable and v.role is not Role.PREFILL]
         if usable:
-            _refuse_size(len(request.token_ids), usable)
+            refuse_size(len(request.token_ids), usable)
         self.hooks.on_arrival(request)
         if not usable:
             raise RequestFailure(FailureKind.NO_WORKERS, "no decode worker is usable now")
@@ -237,25 +239,6 @@ class Sessions:
     def _workers_changed(self) -> None:
         for generation in list(self._live.values()):
             generation.workers_changed()
-
-
-def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
-    """A prompt and one token must fit somewhere."""
-    if any(view.holds(prompt_tokens) for view in usable):
-        return
-    context = max(view.max_model_tokens for view in usable)
-    if prompt_tokens >= context:
-        raise RequestFailure(
-            FailureKind.CONTEXT_TOO_LONG,
-            f"the prompt has {prompt_tokens} tokens; with at least one token of output it must "
-            f"fit the model's context of {context} tokens: shorten it",
-        )
-    pool = max(view.pool_tokens for view in usable)
-    raise RequestFailure(
-        FailureKind.POOL_TOO_SMALL,
-        f"the prompt has {prompt_tokens} tokens, but the workers' KV pools hold at most {pool}: "
-        "shorten it, or give them larger ones",
-    )
 
 
 class _Placer:
@@ -312,6 +295,7 @@ class RunningGeneration:
         placer = _Placer(sessions, request)
         self.walk = Walk(request, placer, self._timeline, sessions.config)
         self.works: dict[Side, Work] = {}
+        self._pulling = Pulling(sessions.workers, request, self._timeline)
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
         self._started = False
         self._over = False
@@ -408,10 +392,15 @@ class RunningGeneration:
             return
         self.works[action.side] = work
         self._promise(action)
-        if action.prefill_here:
-            work.expect_steps()
         tpot_s = self._sessions.tpot_s(self._request.sla)
-        work.send(wire.generate_to_pb(action, work.handle, self._request, self._sampling, tpot_s))
+
+        def send() -> None:
+            if action.prefill_here:
+                work.expect_steps()
+            request, sampling = self._request, self._sampling
+            work.send(wire.generate_to_pb(action, work.handle, request, sampling, tpot_s))
+
+        self._pulling.then(action, send, self.fail)
 
     def _promise(self, action: OpenDecode) -> None:
         """Counts the prompt at its prefill worker from now on, not only when decode has
@@ -446,11 +435,17 @@ class RunningGeneration:
             self._lost_at_once(action.side, action.worker.name)
             return
         self.works[action.side] = work
-        work.expect_steps()
-        work.send(wire.prefill_to_pb(action, work.handle, self._request, self._sampling, target))
+
+        def send() -> None:
+            work.expect_steps()
+            request, sampling = self._request, self._sampling
+            work.send(wire.prefill_to_pb(action, work.handle, request, sampling, target))
+
+        self._pulling.then(action, send, self.fail)
 
     def _release(self, side: Side, *, cancel: bool) -> None:
         self._keep_promise(side.attempt)
+        self._pulling.drop(side)
         work = self.works.pop(side, None)
         if work is not None:
             work.release(cancel=cancel)

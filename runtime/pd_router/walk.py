@@ -147,6 +147,7 @@ class Walk:
                 decode=leg.placement.decode,
                 grant=event,
                 compute_tokens=leg.placement.compute_tokens,
+                pull=leg.placement.pull,
             )
         )
         return self._take()
@@ -316,6 +317,7 @@ class Walk:
                 compute_tokens=placement.compute_tokens if here else 0,
                 prefill=placement.prefill,
                 prefill_tokens=0 if here else placement.compute_tokens,
+                pull=placement.pull if here else None,
             )
         )
 

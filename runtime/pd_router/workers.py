@@ -82,14 +82,17 @@ class _Record:
     @property
     def why_unusable(self) -> str | None:
         """None when it may get new work."""
+        return "it drains" if self.draining else self.why_unreachable
+
+    @property
+    def why_unreachable(self) -> str | None:
+        """None when it does what it's asked to, though it may drain."""
         if self.stream is None:
             return "its announcement has ended"
         if self.lapsed:
             return "its heartbeats have ceased"
         if not self.heartbeats:
             return "no heartbeat yet"
-        if self.draining:
-            return "it drains"
         if not self.link.bound:
             return "no work stream"
         if not self.breaker.lets_through:
@@ -384,6 +387,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             tokens_per_s=hello.prefill_tokens_per_s,
             kv_token_bytes=hello.kv_format.block_bytes / hello.kv_format.block_tokens,
             kv_layers=max(hello.kv_format.layers, 1),
+            shares_prefixes=hello.shares_prefixes,
         )
         callbacks = LinkCallbacks(
             changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
@@ -444,7 +448,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
     def _refresh(self, record: _Record) -> None:
         """Whether it may get new work, after anything that bears on it has changed."""
         was_usable = record.view.usable
-        record.view.usable = record.why_unusable is None and record.view.id in self._records
+        known = record.view.id in self._records
+        record.view.usable = known and record.why_unusable is None
+        record.view.reachable = known and record.why_unreachable is None
         if record.view.usable and not was_usable:
             if record.view.role is not Role.PREFILL:
                 self._settled.set()
@@ -453,7 +459,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     def _remove(self, worker: WorkerId, reason: str) -> None:
         record = self._records.pop(worker)
-        record.view.usable = False
+        record.view.usable = record.view.reachable = False
         self.prefixes.forget(worker)
         self._choose_bundle()
         log.info("worker=%s epoch=%s removed: %s", worker.name, worker.epoch, reason)
@@ -498,7 +504,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if late is not None:
             record.breaker.trip(late, now)
             self._move_on(record, late)
-        elif view.usable != (record.why_unusable is None):
+        elif view.reachable != (record.why_unreachable is None) or (
+            view.usable != (record.why_unusable is None)
+        ):
             self._refresh(record)
 
     def _move_on(self, record: _Record, why: str) -> None:
