@@ -144,6 +144,9 @@ class EngineCore:
         else:
             log.warning("unknown command=%s", which)
 
+    def uses(self, key: RequestKey) -> bool:
+        return key in self._live or key in self.sharing
+
     def commands_done(self) -> None:
         """Called after a message's commands: admits what can be, wakes the step loop."""
         self._poll()
@@ -168,7 +171,7 @@ class EngineCore:
 
     def _add(self, stream: int, message: pb.Generate | pb.Prefill, live: _Live) -> None:
         key = (stream, message.handle)
-        if key in self._live:
+        if self.uses(key):
             self._refuse(live, FailureKind.INVALID_REQUEST, f"handle {message.handle} is in use")
             return
         now = time.monotonic()

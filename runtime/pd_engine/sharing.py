@@ -38,6 +38,10 @@ class Host(Protocol):
     kv_address: str
     draining: bool
 
+    def uses(self, key: RequestKey) -> bool:
+        """Whether something here has this key."""
+        ...
+
     def commands_done(self) -> None:
         """Blocks came free, or joined the cache."""
         ...
@@ -202,7 +206,7 @@ class Sharing:
             problem = f"{len(hashes)} hashes, which must be different ones"
         elif any(len(one) != PREFIX_HASH_BYTES for one in hashes):
             problem = f"a hash that isn't of {PREFIX_HASH_BYTES} bytes"
-        elif key in copies or key in self._live:
+        elif key in copies or self._host.uses(key):
             problem = f"handle {copy.handle} is in use"
         if problem:
             self._refuse(copy, FailureKind.INVALID_REQUEST, problem)

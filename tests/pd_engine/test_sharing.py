@@ -177,6 +177,24 @@ def test_nonsense_is_refused(wrong: list[bytes]) -> None:
     asyncio.run(run())
 
 
+def test_a_handle_is_in_use_whatever_uses_it() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            d.send(generate=generate(1, PROMPT))
+            await d.event("granted", 1)
+            d.send(pull=pull(1, NEXT))
+            assert "in use" in (await d.event_of_failure(1)).message
+            p.send(pull=pull(2, PROMPT))
+            granted = await p.event("granted", 2)
+            p.send(prefill=prefill(generate(2, PROMPT), granted))
+            assert "in use" in (await p.event_of_failure(2)).message
+            d.send(cancel=pb.Cancel(handle=1))
+            p.send(cancel=pb.Cancel(handle=2))
+            await all_idle(p, d)
+
+    asyncio.run(run())
+
+
 def test_a_full_pool_refuses_at_once() -> None:
     async def run() -> None:
         async with pair(blocks=8) as (p, _):

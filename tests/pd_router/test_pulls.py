@@ -162,6 +162,28 @@ def test_a_session_whose_worker_drains_is_taken_over() -> None:
     assert (placement.pull.holder, placement.pull.target) == (leaving.id, heir.id)
 
 
+def test_a_session_whose_worker_is_full_is_taken_over() -> None:
+    need = replace(NEED, session=b"a talk")
+    full = LoadReport(kv_blocks=1000, kv_free=50)
+    both = [view(f"b-{i}", Role.BOTH) for i in range(2)]
+    routing = Routing(link=LINK)
+
+    def going(workers: list[WorkerView]) -> Placement:
+        held = {owner: 3840}
+        cached = lambda w: held.get(w.id, 0)  # noqa: E731
+        found = place(need, workers, cached, Exclusions(), routing=routing)
+        assert isinstance(found, Placement)
+        return found
+
+    owner = both[0].id
+    owner = going(both).decode
+    assert going(both).pull is None
+    moved = going([replace(w, load=full) if w.id == owner else w for w in both])
+    assert moved.decode != owner
+    assert moved.pull is not None
+    assert moved.pull.holder == owner
+
+
 # ---- its walk -----------------------------------------------------------------------
 
 PULL = Pull(D.id, P.id, 240, 16, 3840, 0.05, 0.96, 0.5)
