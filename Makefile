@@ -107,11 +107,12 @@ fuzz: $(STAMP) ## feed nonsense to what reads bytes of others, and to the API, S
 	@$(BIN)/python -m tests.fuzz.api --seconds $(SECONDS)
 
 .PHONY: soak
-soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, an hour of schemathesis, 200 runs with random faults, MINUTES=60 of requests
+soak: $(STAMP) ## 10,000 seeds of the protocol's simulation, 10 min of each fuzzing, an hour of schemathesis, 200 runs with random faults, a million requests for memory, MINUTES=60 of requests
 	@$(BIN)/python -m tests.simulation --seeds 0-10000 --jobs $(JOBS)
 	@$(BIN)/python -m tests.fuzz --seconds 600 --jobs $(JOBS)
 	@$(BIN)/python -m tests.fuzz.api --seconds 1800
 	@PD_FAULT_RUNS=200 $(BIN)/python -m pytest tests/e2e/test_random_faults.py
+	@PD_MEMORY_REQUESTS=1000000 $(BIN)/python -m pytest tests/pd_router/test_memory.py
 	@$(BIN)/python -m bench.soak --minutes $(MINUTES)
 
 .PHONY: check
@@ -141,7 +142,7 @@ proto: $(STAMP) ## generate the Python modules of proto/ again
 	@$(BIN)/python -m scripts.generate_proto proto
 
 .PHONY: chart
-chart: $(STAMP) ## copy the CRDs and the operator's rights into the chart again
+chart: $(STAMP) ## write the chart's CRDs, rights, schema and table of values again
 	@$(BIN)/python -m scripts.chart
 
 .PHONY: dashboards
@@ -153,6 +154,7 @@ dashboards: $(STAMP) ## write the chart's dashboards again
 docs: $(STAMP) ## write again what of the pages is made of the code, and build them into build/site
 	@$(BIN)/python -m scripts.module_list
 	@$(BIN)/python -m scripts.reference
+	@$(BIN)/python -m scripts.pictures
 	@scripts/packages.sh docs
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=build/packages/docs $(BIN)/python -m mkdocs build --strict --quiet
 

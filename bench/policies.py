@@ -17,6 +17,7 @@ from bench.common import Goal, Metrics, report, table
 from bench.replay import Replay, Result, Site
 from pd_core import known_models
 from pd_core.estimate import LINKS
+from pd_core.gpus import GPUS
 from pd_router.routing import POLICIES, PolicyName, Routing
 from pd_sim import perf, trace
 
@@ -72,7 +73,7 @@ def _perf(rows: list[dict[str, str]], gpu: str, gpus: int) -> perf.Perf:
     model = known_models.find(_MODEL)
     assert model is not None
     measured = perf.read_measured(rows, "llama2-70b", f"{gpu}-80gb", gpus)
-    return perf.fit(model, perf.GPUS[gpu], gpus, measured)
+    return perf.fit(model, GPUS[gpu], gpus, measured)
 
 
 def read_case(case: Case, data: Path, quick: bool) -> trace.Trace:
@@ -89,9 +90,7 @@ def run_case(case: Case, data: Path, rows: list[dict[str, str]], quick: bool) ->
     worst = float("inf")
     for where, site in sites(case, rows):
         results: dict[PolicyName, Result] = {
-            policy: Replay(site, replayed, Routing(policy)).run()
-            for policy in POLICIES
-            if policy != "session"  # the traces know no sessions
+            policy: Replay(site, replayed, Routing(policy)).run() for policy in POLICIES
         }
         good = {name: made.goodput(case.ttft_s, case.tpot_s) for name, made in results.items()}
         best = max(value for name, value in good.items() if name != "cost")

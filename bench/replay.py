@@ -2,12 +2,13 @@
 
 Workers, their speeds and virtual time are `pd_sim`'s. Added here: each router knows only
 what heartbeats told it, a second old at most, and what it did itself since; prefix caches
-are the workers' own, and routers hear of them late.
+are the workers' own, and routers hear of them late. Who begins with all that an earlier
+request had is the next turn of its session.
 """
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.policy import Unplaced, place
 from pd_router.prefixes import PrefixIndex
 from pd_router.routing import Chance, Routing
+from pd_router.speeds import Fit
 from pd_sim.job import Job, Prompt
 from pd_sim.loop import Loop
 from pd_sim.perf import Perf
@@ -84,6 +86,22 @@ class Result:
         return max(times) / (sum(times) / len(times)) if times and sum(times) else 1.0
 
 
+def sessions(requests: Iterable[Request]) -> list[bytes]:
+    """Each request's session, which traces don't tell: a prompt that begins with all whole
+    blocks of an earlier one goes on with that one's, which then nobody else does: what many
+    begin with is no session. Without blocks: of nobody knows which."""
+    ends: dict[bytes, bytes] = {}
+    found = []
+    for number, request in enumerate(requests):
+        whole = request.blocks[:-1]  # the last one is seldom full, and no other's begin
+        last = next((block for block in reversed(whole) if block in ends), b"")
+        session = ends.pop(last) if last else b"%d" % number if whole else b""
+        if whole:
+            ends[whole[-1]] = session
+        found.append(session)
+    return found
+
+
 class _Simulated(Worker):
     """A worker with a prefix cache: what it holds when a prompt's turn comes counts."""
 
@@ -145,17 +163,18 @@ class _Router:
         self.index.update(view.id, worker.gained, worker.lost)
         self.routers += 0.1 * (routers_seen(list(self.views.values())) - self.routers)
 
-    def place(self, job: Job) -> Any:
+    def place(self, job: Job, session: bytes) -> Any:
         def cached(view: WorkerView) -> int:
             return self.index.cached_tokens(view.id, job.prompt, MOONCAKE_BLOCK_TOKENS)
 
         self.turn += 1
         chance = Chance(zlib.crc32(job.key.encode()) * _SPREAD, self.turn, self.routers)
         return place(
-            job.need,
+            replace(job.need, session=session),
             self.views.values(),
             cached,
             job.exclusions,
+            block_hash=job.prompt.at,
             routing=self.routing,
             chance=chance,
         )
@@ -174,9 +193,10 @@ class Replay:
             for worker in [_worker(role, number, perf)]
         }
         self.routers = [
-            _Router([replace(w.view) for w in self.workers.values()], routing)
+            _Router([replace(w.view, fit=Fit()) for w in self.workers.values()], routing)
             for _ in range(site.routers)
         ]
+        self.sessions = sessions(trace.requests)
         self.outcomes: list[Outcome] = []
         self.at_router: dict[str, tuple[_Router, int]] = {}
         self.local = 0
@@ -204,10 +224,11 @@ class Replay:
         self.loop.at(self.loop.now + _HEARTBEAT_S, self._beat, worker)
 
     def _arrive(self, request: Request) -> None:
-        job = Job(str(len(self.outcomes)), request)
+        number = len(self.outcomes)
+        job = Job(str(number), request)
         self.outcomes.append(Outcome())
         router = self.routers[zlib.crc32(job.key.encode()) % len(self.routers)]
-        found = router.place(job)
+        found = router.place(job, self.sessions[number])
         if isinstance(found, Unplaced):
             return
         job.decode = decode = self.workers[found.decode]
@@ -281,6 +302,7 @@ def _worker(role: Role, number: int, perf: Perf) -> _Simulated:
         max_model_tokens=1 << 20,
         usable=True,
         tokens_per_s=_SPEED_PROMPT_TOKENS / perf.prompt_s(_SPEED_PROMPT_TOKENS),
+        product=perf.product,
         kv_token_bytes=perf.kv.token_bytes,
         kv_layers=perf.kv.layers,
     )

@@ -26,6 +26,7 @@ from pathlib import Path
 from bench import common, days
 from bench.rivals import Profile, clairvoyant, hpa, planners, profile, windows
 from pd_core.estimate import LINKS
+from pd_core.gpus import GPUS
 from pd_core.known_models import KNOWN_MODELS
 from pd_operator.api import Role
 from pd_operator.scaling.types import PoolSpec
@@ -219,7 +220,7 @@ def figures(done: Mapping[str, tuple[Mapping[str, Result | None], float]]) -> co
 def cells(data: Path, quick: bool) -> list[Cell]:
     with (data / "gpu_perf_model.csv").open(newline="") as lines:
         measured = perf.read_measured(csv.DictReader(lines), "llama2-70b", "h100-80gb", 4)
-    engine = perf.fit(KNOWN_MODELS["llama-2-70b"], perf.GPUS["h100"], 4, measured)
+    engine = perf.fit(KNOWN_MODELS["llama-2-70b"], GPUS["h100"], 4, measured)
     made: list[Cell] = []
     for name, source in SOURCES.items():
         path = data / source.file

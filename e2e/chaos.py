@@ -25,7 +25,7 @@ from bench.common import table
 from e2e.cluster import cluster
 from e2e.cluster.api import ApiError, Manifest, wait_for
 from e2e.load import Load, Outcome, questions
-from e2e.site import CLAIMED_MODEL, Site, document, running
+from e2e.site import CLAIMED_MODEL, Site, document, is_ready, running
 from tests.tiny_model import tiny_model_dir
 
 NAME = "chaos"
@@ -65,14 +65,8 @@ class Scene:
             ready.get("status") == "True"
             and ready.get("observedGeneration") == made["metadata"]["generation"]
             and len(pods) == 7
-            and all(_ready(pod) for pod in pods)
+            and all(is_ready(pod) for pod in pods)
         )
-
-
-def _ready(pod: Manifest) -> bool:
-    conditions = pod.get("status", {}).get("conditions", [])
-    is_ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-    return is_ready and "deletionTimestamp" not in pod["metadata"]
 
 
 # ---- troubles -----------------------------------------------------------------------
@@ -128,7 +122,7 @@ def kill_operator(scene: Scene, _: Manifest) -> None:
 
     def another() -> bool:
         new = [pod for uid, pod in scene.site.operators().items() if uid not in before]
-        return bool(new) and all(_ready(pod) for pod in new)
+        return bool(new) and all(is_ready(pod) for pod in new)
 
     wait_for("another operator", another, READY_S)
 

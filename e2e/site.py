@@ -225,6 +225,13 @@ class Site:
             raise ClusterError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
+def is_ready(pod: Manifest) -> bool:
+    """A pod that serves, and isn't about to go."""
+    conditions = pod.get("status", {}).get("conditions", [])
+    serves = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+    return serves and "deletionTimestamp" not in pod["metadata"]
+
+
 @contextmanager
 def running(name: str) -> Iterator[Site]:
     """A cluster of this name with the operator; all of it goes at the end."""

@@ -3,7 +3,6 @@ over, all is quiet. Times of the rules are shorter here (see `e2e.prometheus`), 
 they are."""
 
 import itertools
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from e2e.cluster.api import wait_for
+from e2e.cluster.api import Manifest, wait_for
 from e2e.load import Load, Question
 from e2e.prometheus import MONITORING, Prometheus, watching
-from e2e.site import BUILTIN_MODEL, Site, document, pool
+from e2e.site import BUILTIN_MODEL, Site, document, is_ready, pool
 from tests.foreign import MONITORING as KINDS
 
 NAME = "watched"
@@ -115,23 +114,30 @@ def test_decode_without_room(site: Site, namespace: str, prometheus: Prometheus)
     quiet(prometheus)
 
 
-def test_slow_hand_overs(site: Site, namespace: str, prometheus: Prometheus) -> None:
-    """The way from prefill to decode carries few packets a second."""
-    since = time.monotonic()
-    [decode] = [pod["status"]["podIP"] for pod in site.pods(namespace, "decode")]
-    rules: list[list[str]] = []
-    for pod in site.pods(namespace, "prefill"):
-        way = ["FORWARD", "-s", pod["status"]["podIP"], "-d", decode, "-p", "tcp"]
-        some = ["-m", "limit", "--limit", "100/second", "--limit-burst", "5"]
-        rules += [[*way, "-j", "DROP"], [*way, *some, "-j", "ACCEPT"]]
+@contextmanager
+def slow_link(site: Site, namespace: str) -> Iterator[None]:
+    """What leaves prefill's pods goes as over a slow line."""
+    inside = [
+        ["nsenter", "--target", str(site.processes(pod)[0].pid), "--net", "tc", "qdisc"]
+        for pod in site.pods(namespace, "prefill")
+    ]
     try:
-        for rule in rules:
-            site.enter("iptables", "-I", *rule)
-        with loaded(site, namespace, streams=2, prompt_tokens=200, max_tokens=4):
-            fires_alone(prometheus, "PDClusterHandOversSlow", since)
+        for command in inside:
+            shaped = ["tbf", "rate", "40mbit", "burst", "64kb", "latency", "1s"]
+            site.enter(*command, "replace", "dev", "eth0", "root", *shaped)
+        yield
     finally:
-        for rule in rules:
-            site.enter("iptables", "-D", *rule)
+        for command in inside:
+            site.enter(*command, "del", "dev", "eth0", "root")
+
+
+def test_slow_hand_overs(site: Site, namespace: str, prometheus: Prometheus) -> None:
+    since = time.monotonic()
+    with (
+        slow_link(site, namespace),
+        loaded(site, namespace, streams=2, prompt_tokens=200, max_tokens=4),
+    ):
+        fires_alone(prometheus, "PDClusterHandOversSlow", since)
     quiet(prometheus)
 
 
@@ -140,12 +146,21 @@ def test_prefill_workers_are_killed(site: Site, namespace: str, prometheus: Prom
     alert = "PDClusterRetriesFrequent"
     since = time.monotonic()
     with loaded(site, namespace, streams=12, prompt_tokens=500, max_tokens=4) as load:
-        ends = since + DEADLINE_S
-        while alert not in prometheus.firing() and time.monotonic() < ends:
-            for pod in site.pods(namespace, "prefill"):
-                if site.processes(pod):  # else it is on its way back
-                    site.signal(pod, signal.SIGKILL)
-                load.until_more(3)
+        for name in itertools.cycle([pod["metadata"]["name"] for pod in prefill(site, namespace)]):
+            if alert in prometheus.firing() or time.monotonic() > since + DEADLINE_S:
+                break
+            # Not the process alone: its container would come back later each time.
+            site.kubectl("delete", "pod", name, "-n", namespace, "--force", "--grace-period=0")
+            wait_for("both", lambda: len(ready(site, namespace)) == 2, DEADLINE_S)
+            load.until_more(4)
         fires_alone(prometheus, alert, since)
     assert not load.outcome.failed
     quiet(prometheus)
+
+
+def prefill(site: Site, namespace: str) -> list[Manifest]:
+    return site.pods(namespace, "prefill")
+
+
+def ready(site: Site, namespace: str) -> list[Manifest]:
+    return [pod for pod in prefill(site, namespace) if is_ready(pod)]

@@ -3,6 +3,7 @@ name, free ports of this machine, images that come from no registry, and a small
 the example has a large one.
 """
 
+import base64
 import os
 import re
 import shutil
@@ -34,14 +35,20 @@ _FOLDER = "llama-3.1-8b-instruct"
 class Shell:
     """A terminal whose kubectl and helm know the cluster and look at one namespace."""
 
-    def __init__(self, site: Site, folder: Path, namespace: str) -> None:
+    def __init__(self, site: Site, folder: Path, namespace: str, **variables: str) -> None:
         self._folder = folder
+        docker = folder / "bin" / "docker"
+        docker.parent.mkdir()
+        docker.write_text(f'#!/bin/sh\nexec {sys.executable} -m e2e.docker_here {NAME} "$@"\n')
+        docker.chmod(0o755)
         config = folder / "kubeconfig"
         shutil.copy(site.kube.kubeconfig, config)
-        programs = (Path(sys.executable).parent, Path(kubectl()).parent, build.built("helm"))
+        programs = (
+            docker.parent, Path(sys.executable).parent, Path(kubectl()).parent, build.built("helm"),
+        )  # fmt: skip
         path = ":".join([*map(str, programs), os.environ["PATH"]])
         # Also of programs that run in the namespace's network.
-        self._env = {**os.environ, "PATH": path, "KUBECONFIG": str(config)}
+        self._env = {**os.environ, "PATH": path, "KUBECONFIG": str(config), **variables}
         self.run(f"kubectl config set-context --current --namespace={namespace}")
 
     def run(self, command: str, folder: Path | None = None) -> str:
@@ -115,9 +122,11 @@ def large(model: Path, tmp_path: Path) -> Path:
 
 
 def test_what_the_documents_say_of_a_cluster(site: Site, large: Path, tmp_path: Path) -> None:
+    _, *build_and_push = block("README.md", "export REGISTRY").commands
     helm, *rest = block("README.md", "helm install").commands
     [with_images] = block("e2e/README.md", "helm install").commands
-    assert with_images.startswith(f"{helm} --set "), "the same, and where the images are"
+    plain = helm.partition(" --set ")[0]
+    assert with_images.startswith(f"{plain} --set "), "the same, and where the images are"
     assert block("docs/install.md", "helm install").commands == (
         helm,
         f"helm test {RELEASE} --namespace {SYSTEM}",
@@ -128,25 +137,49 @@ def test_what_the_documents_say_of_a_cluster(site: Site, large: Path, tmp_path: 
         for one in block("charts/pdcluster/README.md", "helm install").commands
     ]
     assert set(of_chart) == set(block("docs/install.md", "helm install").commands)
+    forwards = block("docs/install.md", "kubectl port-forward").commands
+    assert block("README.md", "kubectl port-forward").commands == forwards
 
     (tmp_path / "charts").symlink_to(ROOT / "charts")
     (tmp_path / "examples").mkdir()
     (tmp_path / _EXAMPLE).write_text(smaller(ROOT / _EXAMPLE))
     site.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait")
     with site.namespace(large, claim="models") as namespace:
-        shell = Shell(site, tmp_path, namespace)
-        shell.run(with_images)
+        shell = Shell(site, tmp_path, namespace, REGISTRY="registry.test/team")
+        for command in build_and_push:
+            shell.run(command, ROOT)
+        shell.run(helm)
         shell.run(f"helm test {RELEASE} --namespace {SYSTEM}")
         *before, listing = rest
         for command in before:
             shell.run(command)
         head, row = shell.run(listing).splitlines()
         assert dict(zip(head.split(), row.split(), strict=False))["READY"] == "True"
-        api, page = block("docs/install.md", "kubectl port-forward").commands
+        api, page = forwards
         with shell.forwarding(api) as url:
             assert "llama-3.1-8b" in got(f"{url}/v1/models")
         with shell.forwarding(page) as url:
             assert "<html" in got(f"{url}/")
+        [keys] = block("README.md", "kubectl create secret").commands
+        shell.run(keys)
+        assert_a_key(site, namespace)
+        removed_and_installed_again(shell, site, with_images)
+
+
+def assert_a_key(site: Site, namespace: str) -> None:
+    data = site.api.get("v1", "Secret", "chat-keys", namespace)["data"]
+    assert re.fullmatch("sk-[0-9a-f]{32}", base64.b64decode(data["team-a"]).decode())
+
+
+def removed_and_installed_again(shell: Shell, site: Site, install: str) -> None:
+    """Nothing of ours is left in between; other stories go on with what is there afterwards."""
+    for command in block("docs/install.md", "kubectl delete pdc").commands:
+        shell.run(command)
+    [lease] = block("docs/install.md", "kubectl delete lease").commands
+    shell.run(lease)
+    assert "pdcluster.dev" not in site.kubectl("get", "crd", "-o", "name")
+    assert RELEASE not in site.helm("list", "--all-namespaces", "--short").split()
+    shell.run(f"{install} --wait --timeout 120s")
 
 
 def test_the_demo(site: Site, tmp_path: Path) -> None:

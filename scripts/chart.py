@@ -1,4 +1,5 @@
-"""What the chart has from elsewhere in the repository: CRDs, the operator's rights, its alerts.
+"""What of the chart is generated: CRDs, the operator's rights and its alerts, from elsewhere in
+the repository; the schema and the README's table of values, from values.yaml.
 
 `python -m scripts.chart` writes it; check_repo.py compares. A chart can't read files outside
 of its own folder, and templates want the CRDs behind a switch.
@@ -9,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from pd_operator import alerts
+from scripts import chart_values
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = Path("charts/pdcluster")
@@ -37,7 +39,19 @@ def files(root: Path = ROOT) -> dict[Path, str]:
     said = {"groups": alerts.operator_groups()}
     name = "operator/pd_operator/alerts.py"
     made[CHART / "files" / "rules.yaml"] = _GENERATED % name + yaml.safe_dump(said, width=96)
-    return made
+    return {**made, **_values(root)}
+
+
+def _values(root: Path) -> dict[Path, str]:
+    text = (root / CHART / "values.yaml").read_text()
+    readme = (root / CHART / "README.md").read_text()
+    by_hand, head, _ = readme.partition(chart_values.HEAD)
+    if not head:
+        raise ValueError(f"{CHART}/README.md has no {chart_values.HEAD.strip()!r}")
+    return {
+        CHART / "values.schema.json": chart_values.schema(text),
+        CHART / "README.md": by_hand + chart_values.table(text),
+    }
 
 
 def stale(root: Path = ROOT) -> list[str]:
@@ -63,9 +77,10 @@ def _template(crd: Path) -> str:
 
 
 def main() -> None:
+    made = files()
     for name in stale():
         (ROOT / name).unlink(missing_ok=True)
-    for path, text in files().items():
+    for path, text in made.items():
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / path).write_text(text)
 

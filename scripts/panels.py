@@ -240,6 +240,9 @@ POOLS = Board(
         Row("Trouble", (
             _panel("Requests that began again elsewhere", "reqps", "By why.",
                    (_rate(f"{_R}_retries_total", "kind"), "{{kind}}"), kind="stacked"),
+            _panel("Prompts computed twice at once", "reqps",
+                   "Won: the second prefill worker was first (router.routing.hedge).",
+                   (_rate(f"{_R}_hedges_total", "outcome"), "{{outcome}}"), kind="stacked"),
             _panel("Failures at workers", "reqps", "By kind.",
                    (_rate(f"{_E}_failures_total", "pool, kind"), "{{pool}} {{kind}}"),
                    kind="stacked"),

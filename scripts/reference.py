@@ -12,6 +12,7 @@ from typing import Any
 import click
 import yaml
 
+from pd_cli import kubectl, output
 from pd_cli import main as command
 from pd_operator import alerts, api
 from scripts import exports
@@ -192,20 +193,51 @@ def _cell(text: str) -> str:
 # ---- commands --------------------------------------------------------------------------
 
 
+def all_commands() -> dict[str, click.Command]:
+    """How a command is called -> what it is."""
+    found = {
+        f"pdcluster {name}": importlib.import_module(module).command
+        for name, (module, _) in command._COMMANDS.items()
+    }
+    return found | {f"kubectl pd {name}": one for name, one in kubectl.main.commands.items()}
+
+
 def commands() -> str:
     lines = [
         "# Commands",
         "",
-        "Made from the commands' own `--help`. Exit status: 0, or 1 where something failed, or "
-        "2 where a file or a flag is wrong.",
+        "Made from the commands' own `--help`. `-o json` is for programs: the answer is on the "
+        "standard output, all else on standard error. `serve`, `up` and `quickstart` stay in the "
+        "foreground and tell as they go; `pdcluster status -o json` tells of them. `completion` "
+        "prints a script. `kubectl pd` has "
+        + ", ".join(f"`{name}`" for name in kubectl.SAME)
+        + " too, the same as `pdcluster`'s.",
+        *_exits(),
+        *_COMPLETION.splitlines(),
     ]
-    for name, (module, _) in command._COMMANDS.items():
-        found = importlib.import_module(module).command
-        text = found.get_help(
-            click.Context(found, info_name=f"pdcluster {name}", max_content_width=96)
-        )
-        lines += ["", f"## pdcluster {name}", "", "```", text, "```"]
+    for name, found in all_commands().items():
+        text = found.get_help(click.Context(found, info_name=name, max_content_width=96))
+        lines += ["", f"## {name}", "", "```", text, "```"]
     return "\n".join([*lines, ""])
+
+
+def _exits() -> list[str]:
+    """What each exit status of each command says."""
+    codes = sorted({code for means in output.EXITS.values() for code in means})
+    lines = ["", "## Exit status", "", "| command | " + " | ".join(map(str, codes)) + " |"]
+    lines.append("|---" * (len(codes) + 1) + "|")
+    for name in all_commands():
+        cells = [_cell(output.EXITS[name].get(code, "")) for code in codes]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+_COMPLETION = """
+## Completion
+
+`pdcluster completion bash|zsh|fish` says how. For `kubectl pd` kubectl asks \
+`kubectl_complete-pd`, which comes with the Python package as `kubectl-pd` does; with kubectl's \
+own completion loaded there is nothing to do."""
 
 
 def main() -> None:

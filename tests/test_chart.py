@@ -1,13 +1,10 @@
-"""Covers what of the chart needs no Helm: its CRDs and rights are the repository's, its schema
-knows every value and refuses others, versions agree.
+"""Covers what of the chart needs no Helm: its CRDs and rights are the repository's, its schema and
+its table of values those of values.yaml, versions agree.
 """
 
-import json
 import shutil
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -38,14 +35,33 @@ def test_what_is_generated_is_up_to_date() -> None:
         "templates/crd-pdpools.yaml",
         "files/rbac.yaml",
         "files/rules.yaml",
+        "values.schema.json",
+        "README.md",
     ],
 )
 def test_a_difference_is_found(copy: Path, name: str) -> None:
     file = copy / "charts" / "pdcluster" / name
-    file.write_text(file.read_text().replace("pdcluster", "other", 1))
+    head, found, rest = file.read_text().rpartition("pdcluster")
+    file.write_text(f"{head}other{rest}" if found else "")
     assert chart.stale(copy) == [f"charts/pdcluster/{name}"]
-    file.unlink()
-    assert chart.stale(copy) == [f"charts/pdcluster/{name}"]
+
+
+def test_a_file_that_is_missing_is_found(copy: Path) -> None:
+    (copy / chart.CHART / "values.schema.json").unlink()
+    assert chart.stale(copy) == ["charts/pdcluster/values.schema.json"]
+
+
+def test_a_value_changed_makes_schema_and_table_stale(copy: Path) -> None:
+    values = copy / chart.CHART / "values.yaml"
+    values.write_text(values.read_text().replace("# From where on", "# Wherefrom", 1))
+    folder = chart.CHART.as_posix()
+    assert chart.stale(copy) == [f"{folder}/values.schema.json", f"{folder}/README.md"]
+
+
+def test_a_readme_without_a_place_for_the_table_is_refused(copy: Path) -> None:
+    (copy / chart.CHART / "README.md").write_text("# The chart\n")
+    with pytest.raises(ValueError, match="has no '## Values'"):
+        chart.files(copy)
 
 
 def test_a_template_of_a_crd_that_is_no_more_is_found(copy: Path) -> None:
@@ -58,30 +74,6 @@ def test_what_helm_would_misread_is_refused(copy: Path, text: str) -> None:
     next((copy / "crds").glob("*pdpools.yaml")).write_text(text)
     with pytest.raises(ValueError, match="Helm"):
         chart.files(copy)
-
-
-def objects(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every part of the schema that is about an object, with its path."""
-    if schema.get("type") == "object":
-        yield path, schema
-    for name, part in schema.get("properties", {}).items():
-        yield from objects(part, f"{path}.{name}")
-    if "items" in schema:
-        yield from objects(schema["items"], f"{path}[]")
-
-
-def test_the_schema_knows_every_value_and_no_other() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    free = {".resources.requests", ".resources.limits", ".affinity", ".global"}
-    for path, part in objects(schema):
-        if path not in free:
-            assert part.get("additionalProperties") in (False, {"type": "string"}), path
-    assert set(values) == set(schema["properties"]) - {"global"}
-    for name, value in values.items():
-        known = schema["properties"][name].get("properties")
-        if known and isinstance(value, dict):
-            assert set(value) <= set(known), name
 
 
 def test_versions_agree() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from e2e import docker_here
 from pd_core.identity import Identity, Part
 from pd_engine import settings as engine_settings
 from pd_operator import api
@@ -44,7 +45,14 @@ RUN_BY = {
     ("README.md", "$ pdcluster status"): _UP,
     ("README.md", "pdcluster serve"): f"{_HERE}::test_serve",
     ("README.md", "apiVersion"): _OBJECTS,
+    ("README.md", "export REGISTRY"): _CLUSTER,
     ("README.md", "helm install"): _CLUSTER,
+    ("README.md", "kubectl port-forward"): _CLUSTER,
+    ("README.md", "kubectl logs"): "tests/pd_cli/test_explain.py::test_an_operators_log",
+    ("README.md", "kubectl scale"): (
+        "e2e/test_pools.py::test_kubectl_scale_counts_in_external_mode"
+    ),
+    ("README.md", "kubectl create secret"): _CLUSTER,
     ("CONTRIBUTING.md", "make check"): _TARGETS,
     ("e2e/README.md", "make kube-binaries"): _TARGETS,
     ("e2e/README.md", "helm install"): _CLUSTER,
@@ -60,8 +68,11 @@ RUN_BY = {
     ("docs/install.md", "make quickstart"): _TARGETS,
     ("docs/install.md", "source .venv"): _UP,
     ("docs/install.md", "apiVersion"): _OBJECTS,
+    ("docs/install.md", "export REGISTRY"): _CLUSTER,
     ("docs/install.md", "helm install"): _CLUSTER,
     ("docs/install.md", "kubectl port-forward"): _CLUSTER,
+    ("docs/install.md", "kubectl delete pdc"): _CLUSTER,
+    ("docs/install.md", "kubectl delete lease"): _CLUSTER,
     ("docs/load.md", "pdcluster serve"): f"{_HERE}::test_serve",
     ("docs/load.md", "python3 -m venv aiperf"): "tests/loadgens/test_loadgens.py::test_aiperf",
     ("docs/load.md", "python3 -m venv guidellm"): "tests/loadgens/test_loadgens.py::test_guidellm",
@@ -99,6 +110,28 @@ def test_targets_exist() -> None:
     ]
     assert len(found) > 15
     assert set(found) <= targets
+
+
+# ---- images ---------------------------------------------------------------------------
+
+
+def test_images_that_are_built_are_pushed_and_installed() -> None:
+    """Each Dockerfile that the chart needs, under the chart's own version."""
+    registry, *commands = block("README.md", "export REGISTRY").commands
+    assert block("docs/install.md", "export REGISTRY").commands == (registry, *commands)
+    built = dict(
+        re.findall(r"^docker build -f (\S+) -t (\S+) \.$", "\n".join(commands), re.MULTILINE)
+    )
+    pushed = re.findall(r"^docker push (\S+)$", "\n".join(commands), re.MULTILINE)
+    assert len(built) + len(pushed) == len(commands)
+    assert pushed == list(built.values())
+    assert {docker_here.image(one).file for one in pushed} == {Path(file).name for file in built}
+    assert {ROOT / file for file in built} == set((ROOT / "images").glob("*.Dockerfile"))
+    version = yaml.safe_load((ROOT / "charts/pdcluster/Chart.yaml").read_text())["appVersion"]
+    [install, *_] = block("README.md", "helm install").commands
+    given = dict(re.findall(r"--set (\S+)=(\S+)", install))
+    assert {f"{given['image.repository']}:{version}", given["router.image"],
+            given["engine.image"]} == set(pushed)  # fmt: skip
 
 
 # ---- objects, programs and flags ----------------------------------------------------

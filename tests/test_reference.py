@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pd_cli import main
+from pd_cli import kubectl, main
 from scripts import exports, reference
 from scripts.check_repo import broken_links, tracked_files
 
@@ -40,8 +40,13 @@ def test_metrics_and_commands_are_all_there() -> None:
         for one in found:
             assert f"`{one.series}`" in metrics
     commands = reference.commands()
-    for name in main._COMMANDS:
-        assert f"## pdcluster {name}\n" in commands
+    found = [f"pdcluster {name}" for name in main._COMMANDS]
+    found += [f"kubectl pd {name}" for name in kubectl.main.commands]
+    assert len(found) > 15
+    assert list(reference.all_commands()) == found
+    for name in found:
+        assert f"## {name}\n" in commands
+        assert f"| `{name}` | " in commands
 
 
 def test_fields_of_pools_are_said_once() -> None:

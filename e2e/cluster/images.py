@@ -40,10 +40,12 @@ class Image:
     name: str
     file: str
     target: str = ""
+    called: str = ""
+    """Its reference, where that isn't the usual one."""
 
     @property
     def reference(self) -> str:
-        return REFERENCE.format(name=self.name)
+        return self.called or REFERENCE.format(name=self.name)
 
 
 IMAGES = {
@@ -61,7 +63,7 @@ DEFAULT = ("router", "operator", "engine-thin")
 def provide(layout: Layout, names: Sequence[str] = DEFAULT) -> None:
     """Builds and imports them; what hasn't changed costs a few seconds."""
     packages.need(packages.IMAGES)
-    with _alone():
+    with alone():
         for name in names:
             build(IMAGES[name])
             load(IMAGES[name], layout)
@@ -140,7 +142,8 @@ def _folder() -> Path:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """Nobody else builds meanwhile."""
     with (_folder() / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -286,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.only_build:
             packages.need(packages.IMAGES)
-            with _alone():
+            with alone():
                 for name in names:
                     build(IMAGES[name])
         else:

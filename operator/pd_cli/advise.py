@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pd_cli import output as outputs
+
 if TYPE_CHECKING:
     from pd_sim.advice import Advice, Bursts, Way
     from pd_sim.trace import Trace
@@ -43,7 +45,7 @@ _ANSWERS = {
 @click.option("--tpot", type=click.FloatRange(0, min_open=True), default=0.05, show_default=True,
               help="Seconds.")  # fmt: skip
 @click.option("--small-team", is_flag=True, help="Nobody has time for two pools.")
-@click.option("--output", type=click.Choice(("text", "json")), default="text", show_default=True)
+@outputs.option
 def command(
     trace_path: Path | None,
     prompt_tokens: str,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pd_cli import output as outputs
+
 if TYPE_CHECKING:
     from pd_core.estimate import Estimate, Link
     from pd_core.geometry import ModelKv
@@ -40,7 +42,8 @@ _GPU_FLOPS = 0.5 * 989e12
     help="Tokens a second that prefill computes.",
 )
 @click.option("--chunk", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@outputs.option
+@click.option("--json", "as_json", is_flag=True, hidden=True, help="As `--output json`.")
 def command(
     model: str,
     prompt: int,
@@ -49,6 +52,7 @@ def command(
     dtype: str | None,
     prefill_rate: float | None,
     chunk: int,
+    output: str,
     as_json: bool,
 ) -> None:
     """Estimate the hand-over of a prompt's KV from prefill to decode.
@@ -77,8 +81,8 @@ def command(
             (link, core.estimate(kv, prompt, link, rate, quantization=wire, chunk_tokens=chunk))
             for link in links
         ]
-    if as_json:
-        click.echo(json.dumps(_document(kv, prompt, quantization, size, prefill_rate, found)))
+    if as_json or output == outputs.JSON:
+        outputs.document(_document(kv, prompt, quantization, size, prefill_rate, found))
         return
     click.echo(f"{model}: {kv.describe()}, {kv.token_bytes:,} B a token")
     plain = "" if quantization == "none" else f" in {quantization}"

@@ -2,16 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
+
+from pd_cli import output as outputs
 
 if TYPE_CHECKING:
     from pd_operator.scaling.explaining import Told
     from pd_operator.scaling.recording import Replayed
-
-_BAD_INPUT = 2
 
 
 @click.command(name="explain")
@@ -26,7 +26,7 @@ _BAD_INPUT = 2
 )  # fmt: skip
 @click.option("--last", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="So many decisions of each pool.")  # fmt: skip
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@outputs.option
 def command(
     name: str | None, file: TextIO | None, replay: TextIO | None, last: int, output: str
 ) -> None:
@@ -36,7 +36,7 @@ def command(
     kubectl logs -n pdcluster-system deployment/pdcluster | pdcluster explain NAME -f -
     """
     if replay is not None:
-        _replay(replay, name)
+        _replay(replay, name, output)
         return
     if name is None:
         raise click.UsageError("a NAME is needed")
@@ -85,11 +85,12 @@ def _print(found: "list[Told]", last: int, output: str) -> None:
                 click.echo(sentence)
 
 
-def _replay(file: TextIO, name: str | None) -> None:
+def _replay(file: TextIO, name: str | None, output: str) -> None:
     """Every change of a size, and whether all looks gave what was recorded."""
     from pd_operator.scaling import recording
 
     count = different = 0
+    changes: list[dict[str, Any]] = []
     try:
         lines = (json.loads(text) for text in file if text.strip())
         for one in recording.replay(lines):
@@ -97,22 +98,35 @@ def _replay(file: TextIO, name: str | None) -> None:
                 continue
             count += 1
             different += not one.same
-            _changes(one)
+            for change in _changes(one):
+                changes.append(change)
+                if output != outputs.JSON:
+                    click.echo(_CHANGE.format(**change))
     except (ValueError, recording.BadRecording) as error:
         click.echo(f"{file.name}: {error}", err=True)
-        sys.exit(_BAD_INPUT)
-    click.echo(f"{count} looks, {different} of them decided otherwise than recorded")
-    sys.exit(1 if different or not count else 0)
+        sys.exit(outputs.BAD_INPUT)
+    if output == outputs.JSON:
+        outputs.document({"looks": count, "different": different, "changes": changes})
+    else:
+        click.echo(f"{count} looks, {different} of them decided otherwise than recorded")
+    sys.exit(outputs.FAILED if different or not count else outputs.OK)
 
 
-def _changes(one: "Replayed") -> None:
+_CHANGE = "{at_s:.0f} s  {pool} from {before} to {after}: {reason}: {message}"
+
+
+def _changes(one: "Replayed") -> Iterator[dict[str, Any]]:
     from pd_operator.scaling.types import Scale
 
     for role, decision in one.decisions.items():
         if isinstance(decision, Scale):
             pool = one.look.spec.pool(role)
-            before = pool.replicas if pool else 0
-            click.echo(
-                f"{one.look.now:.0f} s  {role} from {before} to {decision.replicas}: "
-                f"{decision.reason}: {decision.message}"
-            )
+            yield {
+                "cluster": one.look.cluster,
+                "at_s": one.look.now,
+                "pool": role,
+                "before": pool.replicas if pool else 0,
+                "after": decision.replicas,
+                "reason": decision.reason,
+                "message": decision.message,
+            }

@@ -17,18 +17,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, Any, TypeVar
 
 import click
+from click.shell_completion import ShellComplete
 
 from pd_cli import main as here
+from pd_cli import output as outputs
 
 _ROUTERS = "pdcluster.dev/role=router,pdcluster.dev/cluster={}"
 _PODS = "pdcluster.dev/cluster={}"
-_OPERATORS = "app.kubernetes.io/component=operator,app.kubernetes.io/name=pdcluster-operator"
+_OPERATORS = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=pdcluster"
+"""Whatever the release and the chart are called (`nameOverride`)."""
+_EVENTS = "involvedObject.name={},involvedObject.kind=PDCluster"
 _ADMIN_PORT = 9090
 _FORWARD_S = 20.0
 _CALL_S = 60.0
 _LOG_LINES = 5000
 _FORWARDED = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) ")
-_SAME = ("estimate", "advise", "simulate", "validate")
+SAME = ("estimate", "advise", "simulate", "validate")
 
 Access = Sequence[str]
 """kubectl's own flags: --context, --namespace, …"""
@@ -131,10 +135,10 @@ class _Plugin(click.Group):
     """Our own commands, and those that are the same everywhere."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *_SAME]
+        return [*super().list_commands(ctx), *SAME]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _SAME:
+        if cmd_name in SAME:
             return here.main.get_command(ctx, cmd_name)
         return super().get_command(ctx, cmd_name)
 
@@ -164,10 +168,14 @@ def main(ctx: click.Context) -> None:
 
 @main.command()
 @click.argument("name", required=False)
+@outputs.option
 @_with_access
 @click.pass_obj
-def status(kubectl: Kubectl, name: str | None) -> None:
+def status(kubectl: Kubectl, name: str | None, output: str) -> None:
     """Show PDClusters; of one, its conditions, pods and what happened last."""
+    if output == outputs.JSON:
+        outputs.document(_objects(kubectl, name))
+        return
     if name is None:
         click.echo(kubectl.run("get", "pdclusters"), nl=False)
         return
@@ -176,8 +184,19 @@ def status(kubectl: Kubectl, name: str | None) -> None:
     for one in found.get("status", {}).get("conditions", ()):
         click.echo(f"{one['type']:16} {one['status']:8} {one['reason']:24} {one['message']}")
     click.echo("\n" + kubectl.run("get", "pods", "-l", _PODS.format(name), "-o", "wide"))
-    chosen = f"involvedObject.name={name},involvedObject.kind=PDCluster"
+    chosen = _EVENTS.format(name)
     click.echo(kubectl.run("get", "events", "--field-selector", chosen), nl=False)
+
+
+def _objects(kubectl: Kubectl, name: str | None) -> dict[str, Any]:
+    """The same as Kubernetes' own objects."""
+    if name is None:
+        return {"clusters": kubectl.get("pdclusters")["items"]}
+    return {
+        "clusters": [kubectl.get("pdcluster", name)],
+        "pods": kubectl.get("pods", "-l", _PODS.format(name))["items"],
+        "events": kubectl.get("events", "--field-selector", _EVENTS.format(name))["items"],
+    }
 
 
 @main.command()
@@ -185,7 +204,7 @@ def status(kubectl: Kubectl, name: str | None) -> None:
 @click.option("--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Print once and end.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@outputs.option
 @_with_access
 @click.pass_obj
 def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> None:
@@ -202,22 +221,26 @@ def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> N
 
 @main.command(name="open")
 @click.argument("name")
+@outputs.option
 @_with_access
 @click.pass_obj
-def open_page(kubectl: Kubectl, name: str) -> None:
+def open_page(kubectl: Kubectl, name: str, output: str) -> None:
     """Make the live page of NAME's router reachable from here until Ctrl-C."""
-    with kubectl.forwarded(_routers(kubectl, name)[0], _ADMIN_PORT) as port:
-        click.echo(f"http://127.0.0.1:{port}/ until Ctrl-C")
+    router = _routers(kubectl, name)[0]
+    with suppress(KeyboardInterrupt), kubectl.forwarded(router, _ADMIN_PORT) as port:
+        if output == outputs.JSON:
+            outputs.document({"url": f"http://127.0.0.1:{port}/"})
+        else:
+            click.echo(f"http://127.0.0.1:{port}/ until Ctrl-C")
         sys.stdout.flush()
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        threading.Event().wait()
 
 
 @main.command()
 @click.argument("name")
 @click.option("--last", type=click.IntRange(1, 1000), default=5, show_default=True,
               help="So many decisions of each pool.")  # fmt: skip
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@outputs.option
 @_with_access
 @click.pass_obj
 def explain(kubectl: Kubectl, name: str, last: int, output: str) -> None:
@@ -233,3 +256,19 @@ def explain(kubectl: Kubectl, name: str, last: int, output: str) -> None:
         logs = ("logs", f"--namespace={place}", f"--tail={_LOG_LINES}", operator)
         said += kubectl.run(*logs).splitlines()
     say(said, name, last, output)
+
+
+# ---- completion --------------------------------------------------------------------------
+
+_NO_FILES, _FILES = ":4", ":0"  # of Cobra, whose completion kubectl has
+
+
+def complete() -> None:
+    """`kubectl_complete-pd`: kubectl asks it for what may follow `kubectl pd`, the last word
+    maybe begun, and reads a line for each and what else to do."""
+    *words, begun = sys.argv[1:] or [""]
+    made = ShellComplete(main, {}, "kubectl pd", "").get_completions(words, begun)
+    for one in made:
+        if one.type == "plain":
+            click.echo(f"{one.value}\t{one.help}" if one.help else one.value)
+    click.echo(_FILES if any(one.type != "plain" for one in made) else _NO_FILES)

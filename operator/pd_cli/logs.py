@@ -6,10 +6,13 @@ from pathlib import Path
 
 import click
 
+from pd_cli import output as outputs
+
 
 @click.command(name="logs")
 @click.argument("pod")
-def command(pod: str) -> None:
+@outputs.option
+def command(pod: str, output: str) -> None:
     """Print the log of a POD (its name, or the beginning of it)."""
     from pd_operator.local.state import running, state_root
 
@@ -22,7 +25,12 @@ def command(pod: str) -> None:
         hint = f"; there are {names}" if names else ""
         click.echo(f"no pod {pod} is running or has left a log{hint}", err=True)
         sys.exit(1)
-    for path in found:
-        if len(found) > 1:
+    texts = [(one, one.read_text(errors="replace") if one.exists() else "") for one in found]
+    if output == outputs.JSON:
+        logs = [{"pod": one.stem, "log": str(one), "text": text} for one, text in texts]
+        outputs.document({"logs": logs})
+        return
+    for path, text in texts:
+        if len(texts) > 1:
             click.echo(f"==> {path.stem} <==")
-        click.echo(path.read_text(errors="replace") if path.exists() else "", nl=False)
+        click.echo(text, nl=False)

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from pd_cli import output as outputs
 
 if TYPE_CHECKING:
     from pd_cli.profiling import Target
@@ -17,7 +20,7 @@ _API_PORT = 8000
 @click.command(name="profile")
 @click.argument("name", required=False)
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path, dir_okay=False),
-              help="The file to write.")  # fmt: skip
+              help="The file to write; json prints it instead.")  # fmt: skip
 @click.option("--url", help="Of the API, where it runs elsewhere: http://localhost:8000.")
 @click.option("--admin", help="With --url: a router's admin port, http://localhost:9090.")
 @click.option("--api-key", envvar="PDCLUSTER_API_KEY", default="", help="Where keys are wanted.")
@@ -35,6 +38,8 @@ def command(
     from pd_cli import chat, profiling, top
     from pd_sim import profile
 
+    to_stdout = str(output) == outputs.JSON
+    tell = partial(click.echo, err=to_stdout)
     plan = profiling.Plan()
     if quick:
         plan = profiling.Plan(
@@ -42,7 +47,7 @@ def command(
         )
     try:
         target = _target(name, url, admin, api_key)
-        found = asyncio.run(profiling.measure(target, plan, click.echo))
+        found = asyncio.run(profiling.measure(target, plan, tell))
         perf = profile.perf(profile.read(found.document()))
     except (
         top.NothingToSee, profiling.NotProfiled, chat.ChatFailed, profile.BadProfile,
@@ -50,6 +55,9 @@ def command(
     ) as error:  # fmt: skip
         click.echo(str(error) or "an answer took too long", err=True)
         sys.exit(1)
+    if to_stdout:
+        outputs.document(found.document())
+        return
     output.write_text(json.dumps(found.document(), indent=1) + "\n")
     longest = found.prompts[-1].tokens
     click.echo(

@@ -1,27 +1,32 @@
 """`pdcluster status`: the columns of `kubectl get pdc`, for what runs on this machine."""
 
-import json
 import sys
 from datetime import UTC, datetime
 from typing import Any
 
 import click
 
+from pd_cli import output as outputs
+
 
 @click.command(name="status")
 @click.argument("name", required=False)
-@click.option("-o", "--output", type=click.Choice(["table", "json"]), default="table")
+@outputs.option
 def command(name: str | None, output: str) -> None:
     """Show the PDClusters that run on this machine, and with a NAME its pods."""
     from pd_operator.local.state import running, state_root
 
     states = [item for item in running(state_root()) if name in (None, item["name"])]
-    if output == "json":
-        click.echo(json.dumps(_document(states), indent=2))
-        return
+    as_json = output == outputs.JSON
+    if as_json:
+        outputs.document(_document(states))
     if not states:
-        click.echo(f"no PDCluster {name} is running" if name else "no PDCluster is running")
-        sys.exit(1 if name else 0)
+        if name or not as_json:
+            named = f" {name}" if name else ""
+            click.echo(f"no PDCluster{named} is running", err=as_json)
+        sys.exit(outputs.FAILED if name else outputs.OK)
+    if as_json:
+        return
     click.echo(_clusters(states))
     for line in () if name else _why_not_ready(states):
         click.echo(line)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pd_cli import output as outputs
+
 if TYPE_CHECKING:
     from pd_sim.simulation import Plan, Result
     from pd_sim.trace import Trace
@@ -41,7 +43,7 @@ _BAD_INPUT = 2
 )
 @click.option("--times", type=click.IntRange(1, 200), default=1, help="The trace's load, so often.")
 @click.option("--requests", type=click.IntRange(min=1), help="Only so many.")
-@click.option("--output", type=click.Choice(("text", "json")), default="text", show_default=True)
+@outputs.option
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="A picture's file.")
 def command(
     trace_path: Path,

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from pd_cli import output as outputs
+
 _TIMEOUT_S = 2.0
 _ADMIN_PORT = 9090
 Place = tuple[str, int]
@@ -22,7 +24,7 @@ Find = Callable[[], Sequence[Place]]
 @click.option("--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True,
               help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Print once and end; elsewhere than on a terminal too.")
-@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text")
+@outputs.option
 def command(name: str | None, url: str | None, every: float, once: bool, output: str) -> None:
     """Watch workers, latencies and recent requests until Ctrl-C.
 
@@ -55,7 +57,7 @@ async def _watch(places: Find, every: float, once: bool, output: str) -> None:
 
     state = await _look(places)
     if output == "json":
-        click.echo(json.dumps(state, indent=2))
+        outputs.document(state)
         return
     console = Console()
     latencies = {"ttft": Latency(), "itl": Latency()}

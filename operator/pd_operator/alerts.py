@@ -118,12 +118,11 @@ class _Maker:
         return f"({' and '.join(both)})"
 
     def _workers(self) -> Iterator[Rule]:
-        used = self._engine("kv_blocks", state="active|granted|quarantined")
-        share = f"sum({used}) / sum({self._engine('kv_blocks')})"
-        waiting = f"sum({self._engine('waiting_grants')})"
+        # Whoever waits may need more than what is free, so how much that is doesn't matter.
+        waiting = f"min_over_time(sum({self._engine('waiting_grants')})[5m:])"
         yield self._alert(
-            "PDClusterKVFull", f"{share} > 0.95 and {waiting} > 0", "15m", "warning",
-            "decode's KV is full and requests wait for room",
+            "PDClusterKVFull", f"{waiting} > 0", "10m", "warning",
+            "requests wait for room in decode's KV all the time",
         )  # fmt: skip
         if len(self._cluster.pools) > 1:
             exposed = f"sum(rate({self._router('transfer_exposed_seconds_sum')}[10m]))"

@@ -121,6 +121,17 @@ def _placement(cluster: Cluster, role: Role) -> Manifest:
     return found | {"affinity": {"podAffinity": wish}}
 
 
+def _hold(cluster: Cluster) -> list[str]:
+    """Requests wait for a pool that is away only because nobody asked. So long as its worker
+    may take to start: the router ends each wait at the request's own deadline, too."""
+    starts = [
+        pool.start_timeout_s
+        for pool in cluster.pools
+        if pool.role is not Role.PREFILL and pool.scaling and pool.scaling.min_replicas == 0
+    ]
+    return [f"--hold-s={max(starts):g}"] if starts else []
+
+
 def router_template(cluster: Cluster, settings: Settings) -> Manifest:
     """A router's pod."""
     template = cluster.router.template
@@ -138,6 +149,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             f"--control=$(POD_IP):{CONTROL_PORT}",
             f"--drain-timeout-s={cluster.rollout.drain_timeout_s:g}",
             *([f"--processes={processes}"] if processes > 1 else []),
+            *_hold(cluster),
             *cluster.router.flags,
             *([f"--api-keys={API_KEYS_PATH}"] if keys else []),
             *([] if settings.live_page else [NO_LIVE_PAGE]),

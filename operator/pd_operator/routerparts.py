@@ -17,9 +17,19 @@ _COLLECTOR = re.compile(
     r"(?P<scheme>https?)://[-.a-zA-Z0-9]+(:(?P<port>[0-9]{1,5}))?(/[-._~a-zA-Z0-9/]*)?"
 )
 NO_LIVE_PAGE = "--no-live-page"
-_POLICIES = ("cost", "random", "round_robin", "least_load", "prefix", "session")
+_POLICIES = (
+    "cost",
+    "random",
+    "round_robin",
+    "least_load",
+    "least_outstanding",
+    "prompt_length",
+    "prefix",
+    "session",
+)
 _MOST_PER_MINUTE = 1e9
 _LONGEST_GOAL_S = 600.0
+_MOST_WEIGHT = 1000
 
 
 Clients = dict[str, dict[str, Any]]
@@ -40,6 +50,9 @@ def api_keys(node: Node) -> tuple[str, Clients]:
             clients[name]["class"] = one.text("class", _ANY_CLASS, "a class's name", 63)
         if one.has("limits"):
             clients[name]["limits"] = _limits(one.child_or_empty("limits"))
+        weight = one.number("weight", 1.0, 0, _MOST_WEIGHT)
+        if weight != 1:
+            clients[name]["weight"] = weight
         one.close()
     node.close()
     return secret, clients
@@ -78,13 +91,24 @@ def _routing(node: Node) -> list[str]:
     disaggregate = node.choice("disaggregate", "auto", ("auto", "always", "never"))
     limit = node.number("sessionKvLimit", 0.8, 0, 1)
     trace = node.flag("trace", False)
+    hedge = node.child("hedge")
+    hedged = [] if hedge is None else _hedge(hedge)
     node.close()
     made = [
         *([f"--policy={policy}"] if policy != "cost" else []),
         *([f"--disaggregate={disaggregate}"] if disaggregate != "auto" else []),
         *([f"--session-kv-limit={limit:g}"] if limit != 0.8 else []),
+        *hedged,
     ]
     return [*made, *(["--allow-trace"] if trace else [])]
+
+
+def _hedge(node: Node) -> list[str]:
+    after_s = node.duration("after", 0.0, 0.01, _LONGEST_GOAL_S)
+    share = node.number("budget", 0.05, 0, 0.5)
+    node.close()
+    made = f"--hedge={after_s:g}" if after_s else "--hedge=auto"
+    return [made, *([f"--hedge-share={share:g}"] if share != 0.05 else [])]
 
 
 def _admission(router: Node, slo: Slo, clients: Clients, keys: Node | None) -> list[str]:

@@ -16,6 +16,7 @@ import uvloop
 
 from pd_engine import settings as flags
 from pd_engine.health import Health, HealthServer
+from pd_engine.loading import Progress
 from pd_engine.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,16 +43,16 @@ async def _run(settings: Settings) -> int:
         await server.close()
 
 
-def _load(settings: Settings) -> "Callable[[str], Worker]":
+def _load(settings: Settings, progress: Progress) -> "Callable[[str], Worker]":
     """In a thread: importing torch takes seconds, in which probes want their answers."""
     from pd_engine import assembly
 
-    return partial(assembly.Worker, settings, assembly.load(settings))
+    return partial(assembly.Worker, settings, assembly.load(settings, progress))
 
 
 async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Event) -> int:
     began = time.monotonic()
-    loading = asyncio.create_task(asyncio.to_thread(_load, settings))
+    loading = asyncio.create_task(asyncio.to_thread(_load, settings, health.loading.report))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():

@@ -123,6 +123,7 @@ class Announcer:
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._ports: dict[str, tuple[int, ...]] = {}  # by host: of routers of several processes
         self._feeds: dict[str, _PrefixFeed] = {}
+        self._welcomed: dict[str, str] = {}  # by address: epochs of routers that hear us now
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -195,10 +196,12 @@ class Announcer:
         self._feeds[address].reset = True
         writing = asyncio.Lock()  # a call takes one write at a time
         every_s = notice.welcome.heartbeat_s or 1.0
+        self._welcomed[address] = notice.welcome.router_epoch or address
         beats = asyncio.create_task(self._beat(address, call, writing, every_s))
         try:
             await self._serve_notices(call, writing)
         finally:
+            del self._welcomed[address]
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
 
@@ -228,6 +231,7 @@ class Announcer:
         load = core.scheduler.load()
         beat = pb.Heartbeat(
             seq=seq,
+            routers=len(set(self._welcomed.values())),  # one may have several addresses
             state=pb.WORKER_STATE_DRAINING if core.draining else pb.WORKER_STATE_READY,
             load=pb.Load(
                 queued=load.queued,
@@ -244,6 +248,8 @@ class Announcer:
                 steps=core.steps,
                 busy_s=core.metrics.busy_s,
                 computed_tokens=core.metrics.computed_tokens,
+                computed_pairs=core.metrics.computed_pairs,
+                pending_pairs=load.pending_pairs,
             ),
         )
         self._feeds[address].fill(beat, core.prefixes)

@@ -28,6 +28,7 @@ from pd_engine.kv.plane import KvPlane, KvSettings
 from pd_engine.kv.shm import SharedMemory
 from pd_engine.kv.slots import DiskSlots, HostSlots, disk_slot_bytes
 from pd_engine.limits import short_of_kv
+from pd_engine.loading import Progress, unheard
 from pd_engine.metrics import Metrics
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
@@ -59,7 +60,7 @@ class Loaded:
     certificates: Certificates | None = None  # None: it speaks to its peers without TLS
 
 
-def load(settings: Settings) -> Loaded:
+def load(settings: Settings, progress: Progress = unheard) -> Loaded:
     """Loads the model and warms it up. ValueError or OSError say what is wrong with it."""
     _check_transport(settings)
     certificates = None
@@ -82,11 +83,13 @@ def load(settings: Settings) -> Loaded:
         layer_group=1,  # the finest: KV leaves evenly, and an abandoned step ends soon
         draft_model_dir=settings.draft_model if settings.imports else "",
         pool_memory=pool_memory if "shm" in kv_settings(settings).transports else None,
+        progress=progress,
     )
     _check_locked_memory(settings, runner.kv_buffer.nbytes)
     short = short_of_kv(runner.max_model_tokens, runner.num_blocks * settings.block_tokens)
     if short:
         log.warning("%s", short)
+    progress("warm-up", 0, 0)
     runner.warmup()
     log.info(
         "attention=%s prefill_tokens_per_s=%.0f", runner.attention, runner.prefill_tokens_per_s
@@ -308,5 +311,6 @@ class Worker:
             bundle_hash=self._loaded.bundle.bundle_hash,
             revision=settings.revision,
             prefill_tokens_per_s=runner.prefill_tokens_per_s,
+            product=runner.product,
             shares_prefixes=self.core.sharing.exact,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import uvicorn
 
 from pd_engine.core import EngineCore
+from pd_engine.loading import Loading
 
 log = logging.getLogger("pd_engine.health")
 
@@ -23,11 +24,12 @@ class Health:
 
     def __init__(self) -> None:
         self.core: EngineCore | None = None
+        self.loading = Loading()
         self.registered = False  # latched: a router's restart doesn't make a worker unready
 
     def not_ready(self) -> str | None:
         if self.core is None:
-            return "loading the model"
+            return str(self.loading)
         if not self.registered:
             return "no router has taken the announcement yet"
         return None

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
+from pd_core.work import pairs
 from pd_engine.blocks import BlockPool
 from pd_engine.sequence import Sequence, Stage, Task
 from pd_engine.types import Batch, Load, RequestKey, Row
@@ -183,12 +184,14 @@ class Holdings:
     def load(self) -> Load:
         counts = self.pool.counts()
         grants = sum(seq.awaits_grant for seq in self.waiting)
+        prompts = [seq for seq in self.waiting if not seq.awaits_grant]
+        prompts += [seq for seq in self.running if seq.pending > 1]
         return Load(
             queued=len(self.waiting) - grants,
             running=len(self.running),
             waiting_grants=grants,
-            pending_tokens=sum(seq.pending for seq in self.waiting if not seq.awaits_grant)
-            + sum(seq.pending for seq in self.running if seq.pending > 1),
+            pending_tokens=sum(seq.pending for seq in prompts),
+            pending_pairs=int(sum(pairs(seq.pending, seq.computed) for seq in prompts)),
             kv_blocks=counts.total,
             kv_free=counts.free,
             kv_cached=counts.cached,

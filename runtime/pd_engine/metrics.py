@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 
 from pd_core.failures import FailureKind
+from pd_core.work import pairs
 from pd_engine.kv.plane import ExportStats, ImportStats
 from pd_engine.types import Batch, Load, Prefilled
 
@@ -23,6 +24,7 @@ class Metrics:
         self._labels = {"model": model, "pool": role, "worker": worker}
         self.busy_s = 0.0  # in steps, since the start
         self.computed_tokens = 0
+        self.computed_pairs = 0  # of a token and one that it looks back on
         self._kept_blocks: Callable[[], dict[str, int]] = dict
         names = tuple(self._labels)
 
@@ -99,6 +101,8 @@ class Metrics:
         self.busy_s += seconds
         # What requests need, not what is tried: of guesses, those that came true (`generated`).
         self.computed_tokens += computed - drafted
+        looked_back = sum(pairs(len(row.token_ids), row.start) for row in batch.rows)
+        self.computed_pairs += int(looked_back)
 
     def prefilled(self, event: Prefilled) -> None:
         own = self._labels

@@ -4,6 +4,8 @@ Any decoder-only model whose layers go through transformers' attention interface
 unchanged; the others are refused by name, before their weights are read where possible.
 """
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from pd_engine.attention.paged import PagedStep
 from pd_engine.attention.rows import Options
 from pd_engine.checkpoint import Checkpoint, ModelError
+from pd_engine.loading import Progress, unheard
 
 ATTENTION = "pd_paged"
 
@@ -100,7 +103,9 @@ def _cpu_flags(cpuinfo: Path) -> frozenset[str]:
     return frozenset(line.partition(":")[2].split())
 
 
-def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> LoadedModel:
+def load_model(
+    checkpoint: Checkpoint, dtype: str, device: torch.device, progress: Progress = unheard
+) -> LoadedModel:
     """Loads the weights; raises ModelError with what to do."""
     AttentionInterface.register(ATTENTION, _attention)
     AttentionMaskInterface.register(ATTENTION, _no_mask)
@@ -109,7 +114,9 @@ def load_model(checkpoint: Checkpoint, dtype: str, device: torch.device) -> Load
     _refuse_by_config(checkpoint, config, text)
     stored = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
     chosen = choose_dtype(dtype, device, stored)
-    module = _read_weights(checkpoint, config, chosen).to(device).eval().requires_grad_(False)
+    module = (
+        _read_weights(checkpoint, config, chosen, progress).to(device).eval().requires_grad_(False)
+    )
     geometry = _probe(checkpoint, module, int(text.num_hidden_layers), device)
     positions = getattr(text, "max_position_embeddings", None)
     return LoadedModel(
@@ -162,24 +169,59 @@ def _refusal(checkpoint: Checkpoint, why: str) -> ModelError:
     )
 
 
-def _read_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+class _Counted:
+    """In the place of transformers' progress bar: its loop over a model's weights."""
+
+    def __init__(self, weights: Collection[Any], progress: Progress) -> None:
+        self._weights, self._progress = weights, progress
+
+    def __iter__(self) -> Iterator[Any]:
+        total = len(self._weights)
+        for done, one in enumerate(self._weights):
+            self._progress("weights", done, total)
+            yield one
+        self._progress("weights", total, total)
+
+
+@contextmanager
+def _counting(progress: Progress) -> Iterator[None]:
+    def hook(factory: Any, arguments: Any, options: Any) -> Any:
+        if options.get("desc") == "Loading weights":
+            return _Counted(arguments[0], progress)
+        return factory(*arguments, **options)
+
+    before = transformers_logging.set_tqdm_hook(hook)
     try:
-        module, report = AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except MemoryError:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
+
+
+def _read_weights(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, progress: Progress
+) -> Any:
+    try:
+        with _counting(progress):
+            return _checked_weights(checkpoint, config, dtype)
+    except (MemoryError, ModelError):
         raise
     except Exception as error:  # transformers raises nearly anything on a bad file
         raise ModelError(
             f"model {checkpoint.folder}: the weights cannot be loaded: "
             f"{type(error).__name__}: {_first_line(error)}; copy or convert the model again"
         ) from error
+
+
+def _checked_weights(checkpoint: Checkpoint, config: Any, dtype: torch.dtype) -> Any:
+    module, report = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder,
+        config=config,
+        dtype=dtype,
+        attn_implementation=ATTENTION,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(str(k) for k in report.get(problem, ()))
         if names:

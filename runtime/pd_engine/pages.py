@@ -12,6 +12,7 @@ from pd_engine.attention.paged import LayersDone, PagedAttention, PagedStep
 from pd_engine.attention.pool import KvPool
 from pd_engine.checkpoint import Checkpoint
 from pd_engine.compiled import compile_model
+from pd_engine.loading import Progress, unheard
 from pd_engine.model import LoadedModel, cpu_multiplies_bf16, load_model
 from pd_engine.types import Row
 
@@ -31,9 +32,10 @@ class PagedModel:
         device: str,
         block_tokens: int,
         compiled: bool,
+        progress: Progress = unheard,
     ) -> None:
         """Raises ModelError."""
-        self.model = load_model(checkpoint, dtype, torch.device(device))
+        self.model = load_model(checkpoint, dtype, torch.device(device), progress)
         self._native = _native(self.model) if compiled else None
         geometry = self.model.geometry
         self.layout = KvLayout(

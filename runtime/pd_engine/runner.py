@@ -14,6 +14,7 @@ from pd_engine.attention.paged import LayersDone
 from pd_engine.checkpoint import ModelError, open_checkpoint
 from pd_engine.draft import DraftModel, check_draft
 from pd_engine.hostmemory import free_bytes
+from pd_engine.loading import Progress, unheard
 from pd_engine.pages import PagedModel
 from pd_engine.sampling import sample
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling, StepOutput
@@ -46,24 +47,26 @@ class Runner:
         pool_memory: Callable[[int], mmap.mmap] | None = None,
         compiled: bool = True,
         draft_model_dir: str | Path = "",
+        progress: Progress = unheard,
     ) -> None:
         """Loads the model. Zeros leave a choice to us: the pool takes `kv_cache_fraction` of
         the memory that is free once the weights are loaded, a request may be as long as the
         model can, torch picks its threads. `pool_memory` makes the pool's memory where it
         isn't to be private; `compiled` False takes plain torch even where there is code of
-        our own; `draft_model_dir`, where one is to guess. Raises ModelError.
+        our own; `draft_model_dir`, where one is to guess; `progress` hears of the weights. Raises
+        ModelError.
         """
         checkpoint = open_checkpoint(model_dir)
         if draft_model_dir:
             check_draft(model_dir, draft_model_dir)
         if threads:
             torch.set_num_threads(threads)
-        self._paged = PagedModel(checkpoint, dtype, device, block_tokens, compiled)
+        self._paged = PagedModel(checkpoint, dtype, device, block_tokens, compiled, progress)
         self._model, self.layout = self._paged.model, self._paged.layout
         drafter = None
         if draft_model_dir:
             small = open_checkpoint(draft_model_dir)
-            drafter = PagedModel(small, dtype, device, block_tokens, compiled)
+            drafter = PagedModel(small, dtype, device, block_tokens, compiled, progress)
         self.max_model_tokens = _limit(
             checkpoint.folder, max_model_tokens, self._model.max_positions
         )
@@ -105,6 +108,13 @@ class Runner:
     def attention(self) -> str:
         """How attention is computed here."""
         return self._paged.attention.way
+
+    @property
+    def product(self) -> str:
+        """What computes here: of two that are called the same, the speed is about the same."""
+        if self._model.device.type == "cuda":
+            return str(torch.cuda.get_device_name(self._model.device))
+        return f"{self._model.device.type} x{torch.get_num_threads()}"
 
     @property
     def kv_buffer(self) -> memoryview:

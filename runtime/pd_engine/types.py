@@ -283,6 +283,7 @@ class Load:
     running: int = 0
     waiting_grants: int = 0
     pending_tokens: int = 0
+    pending_pairs: int = 0
     kv_blocks: int = 0
     kv_free: int = 0
     kv_cached: int = 0

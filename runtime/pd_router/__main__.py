@@ -18,7 +18,7 @@ from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.app import AppSettings, RouterApp
 from pd_router.crew import Crew, inherited
-from pd_router.http import HttpServer, listen
+from pd_router.http import HttpServer, listen, raise_descriptor_limit
 from pd_router.journal import Journal, Spans
 from pd_router.keys import Keyring
 from pd_router.metrics import Metrics
@@ -108,7 +108,13 @@ def _workers_config(settings: Settings) -> WorkersConfig:
     if member is not None:
         name, first = f"{name}.{member.index}", settings.control.port
         ports = tuple(range(first, first + member.count))
-    return WorkersConfig(settings.model, name, settle_s=_SETTLE_S, control_ports=ports)
+    return WorkersConfig(
+        settings.model,
+        name,
+        settle_s=_SETTLE_S,
+        control_ports=ports,
+        started_on_demand=settings.hold_s > 0,
+    )
 
 
 def _sessions(settings: Settings, workers: Workers, metrics: Metrics) -> Sessions:
@@ -159,6 +165,7 @@ def _app_settings(settings: Settings) -> AppSettings:
         model=settings.model,
         max_body_bytes=settings.max_body_bytes,
         request_timeout_s=settings.request_timeout_s,
+        hold_s=settings.hold_s,
         max_requests=settings.max_requests + settings.max_queued,
         allow_trace=settings.allow_trace,
         class_header=settings.class_header,
@@ -197,6 +204,7 @@ def main() -> None:
     # Of a line only what it says is asked for.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    raise_descriptor_limit()
     # One text at a time is encoded: handing it to a pool of threads takes longer than it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

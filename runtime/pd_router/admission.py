@@ -121,6 +121,10 @@ class Admission:
         self._queue.remove(key)
         return [] if self.holds_back else self.admit()
 
+    def give_back(self, tenant: str, tokens: int) -> None:
+        """So many of a request's `tokens` were not used: they count against no rate."""
+        self._limits.give_back(tenant, tokens)
+
     def admit(
         self,
         outlook: Callable[[], Outlook] = lambda: UNKNOWN,

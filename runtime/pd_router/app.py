@@ -27,6 +27,7 @@ from pd_router.metrics import Metrics
 from pd_router.openai import Ask, parse_chat, parse_completion
 from pd_router.prepare import sampling_for, tokenize
 from pd_router.replies import DONE, Replies
+from pd_router.text import TextStack
 from pd_router.texts import Texts
 from pd_router.types import SessionsApi, WorkersApi
 from pd_router.who import who
@@ -42,6 +43,7 @@ TRACE_HEADER = b"x-pdcluster-trace"
 _TRACED_PROMPTS = 4
 _TRACED_CANDIDATES = 8
 MAX_TOKENIZING = 64
+MAX_HELD = 1024  # their bodies are in memory
 _GENERATING: dict[str, Callable[[bytes], Ask]] = {
     "/v1/chat/completions": parse_chat,
     "/v1/completions": parse_completion,
@@ -56,6 +58,7 @@ class AppSettings:
     max_body_bytes: int = 8 * _MIB
     request_timeout_s: float = 600.0
     bundle_wait_s: float = 30.0
+    hold_s: float = 0.0  # for a worker to come, where one is started for those who wait
     max_requests: int = 4096
     allow_trace: bool = False
     class_header: bool = False
@@ -89,6 +92,7 @@ class RouterApp:
         self._closed = False
         self._arrived = 0
         self._tokenizing = 0
+        self._held = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -231,7 +235,7 @@ class RouterApp:
         self._arrived += 1
         if self._closed:
             raise RequestFailure(FailureKind.DRAINING, "The router is shutting down; try again.")
-        if len(self._running) >= self._settings.max_requests:
+        if len(self._running) >= self._settings.max_requests and not exchange.make_room():
             self._metrics.turned_away()
             message = f"{len(self._running)} requests are running, no more are taken."
             raise RequestFailure(FailureKind.OVERLOADED, message)
@@ -272,9 +276,8 @@ class RouterApp:
         if ask.stream and exchange.http_version == "1.0":
             raise invalid("stream", "Streaming needs HTTP/1.1; this request came by HTTP/1.0.")
         stack = self._texts.current
-        if stack is None:
-            with self._metrics.holding():
-                stack = await self._texts.get(self._settings.bundle_wait_s)
+        if stack is None or (self._settings.hold_s and self._workers.limits() is None):
+            stack = await self._hold(record)
         await self._workers.settled()
         limits = self._workers.limits()
         started = time.monotonic()
@@ -297,6 +300,27 @@ class RouterApp:
             while not run.done:
                 await run.step()
             await exchange.reply(200, replies.body(run.whole(), run.usage(), prompts))
+
+    async def _hold(self, record: Record) -> TextStack:
+        """Waits for the model's tokenizer and, where workers are started for those who wait,
+        for one that decodes: nobody is refused because a pool has gone to zero."""
+        if self._held >= MAX_HELD:
+            message = f"{self._held} requests wait for the first worker, no more are held."
+            raise RequestFailure(FailureKind.NO_WORKERS, message)
+        hold_s = min(self._settings.hold_s, self._left(record))
+        self._held += 1
+        try:
+            with self._metrics.holding():
+                async with asyncio.timeout(hold_s or None):
+                    stack = await self._texts.get(hold_s or self._settings.bundle_wait_s)
+                    if hold_s:
+                        await self._workers.decoding()
+        except TimeoutError:
+            message = f"No worker has come within {hold_s:.0f} s."
+            raise RequestFailure(FailureKind.NO_WORKERS, message) from None
+        finally:
+            self._held -= 1
+        return stack
 
     def _left(self, record: Record) -> float:
         """Seconds until the request's deadline."""
@@ -368,7 +392,7 @@ class _Stop:
 
 def _client_gone(exchange: Exchange, stop: _Stop) -> None:
     if not exchange.complete:
-        stop.now(Failure(FailureKind.CLIENT_GONE, "The client went away."))
+        stop.now(Failure(FailureKind.CLIENT_GONE, exchange.why_gone))
 
 
 async def _answer_error(exchange: Exchange, error: ApiError) -> None:

@@ -1,10 +1,14 @@
-"""When a worker is late, and what that means for it. Pure: time is an argument.
+"""When a worker is late or fails too often, and what that means for it. Pure: time is an
+argument.
 
 A worker that has work and shows no sign of it for too long is late: its breaker opens,
-so it gets nothing new and its requests move on. Once it shows life again, one request
-is let through (half open); if that one moves, all may come.
+so it gets nothing new and its requests move on. One that fails half of its requests, by
+its own fault, gets nothing new either: failing fast it would look idle, and attract all.
+Once it shows life again, one request is let through (half open); if that one moves, or
+where failures were the reason if something is computed for it, all may come.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -12,6 +16,10 @@ from pd_router.fleet import LoadReport
 
 _FIRST_PAUSE_S = 2.0
 _LONGEST_PAUSE_S = 30.0
+_OUTCOMES = 10
+"""So many of a worker's last outcomes are looked at."""
+_TOO_MANY = 5.0
+"""Of them failed: it opens. Five in a row are enough, and so is every other one."""
 _STEPS = 20
 # A step with a whole long prompt in it takes as long as the prompt: allow a multiple of
 # what the worker measured at its start with short ones on an idle machine.
@@ -32,19 +40,24 @@ class Breaker:
     state: State = State.CLOSED
     probing: bool = False
     reason: str = ""
+    faulty: bool = False  # failures opened it: only something computed closes it
     _pause_s: float = field(default=_FIRST_PAUSE_S, repr=False)
     _retry_at: float = field(default=0.0, repr=False)
+    _failed_at: float | None = field(default=None, repr=False)
+    _outcomes: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES), repr=False)
 
     @property
     def lets_through(self) -> bool:
         return self.state is State.CLOSED or (self.state is State.HALF_OPEN and not self.probing)
 
-    def trip(self, reason: str, now: float) -> None:
-        """The worker is late. Each time in a row it is left alone for twice as long."""
+    def trip(self, reason: str, now: float, *, faulty: bool = False) -> None:
+        """The worker is late, or `faulty`. Each time in a row it is left alone for twice as
+        long."""
         if self.state is not State.CLOSED:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self.state = State.OPEN
         self.probing = False
+        self.faulty = self.faulty or faulty
         self.reason = reason
         self._retry_at = now + self._pause_s
 
@@ -63,17 +76,41 @@ class Breaker:
 
     def moved(self) -> bool:
         """A frame came; says whether that has closed the breaker."""
-        if self.state is not State.HALF_OPEN or not self.probing:
+        if self.state is not State.HALF_OPEN or not self.probing or self.faulty:
             return False
-        self.state = State.CLOSED
-        self.probing = False
-        self.reason = ""
-        self._pause_s = _FIRST_PAUSE_S
+        self._close()
         return True
+
+    def succeeded(self, *, probe: bool) -> bool:
+        """It computed something for a request; says whether that has closed the breaker."""
+        self._outcomes.append(0.0)
+        if self.state is not State.HALF_OPEN or not probe:
+            return False
+        self._close()
+        return True
+
+    def failed(self, share: float, now: float) -> bool:
+        """It failed a request, alone (1) or as one of several that may be to blame; says
+        whether that is too much. One step's failure ends all requests in it: what came at
+        one moment counts once."""
+        if now == self._failed_at:
+            return False
+        self._failed_at = now
+        self._outcomes.append(share)
+        if self.state is State.CLOSED:
+            return sum(self._outcomes) >= _TOO_MANY
+        return self.state is State.HALF_OPEN
 
     def probe_over(self) -> None:
         """The probe ended; if it told nothing (its client left), another may go."""
         self.probing = False
+
+    def _close(self) -> None:
+        self.state = State.CLOSED
+        self.probing = self.faulty = False
+        self.reason = ""
+        self._pause_s = _FIRST_PAUSE_S
+        self._outcomes.clear()
 
 
 @dataclass(slots=True)

@@ -39,10 +39,12 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One that has an API key. `sla` None: the first class; `limit` None: everybody's."""
+    """One that has an API key. `sla` None: the first class; `limit` None: everybody's. Clients
+    of a class share what it gets by their weights."""
 
     sla: str | None = None
     limit: RateLimit | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class Promises:
         client = self.clients.get(tenant)
         return self.limit if client is None or client.limit is None else client.limit
 
+    def weight_of(self, tenant: str) -> float:
+        client = self.clients.get(tenant)
+        return 1.0 if client is None else client.weight
+
     def named(self, name: str | None) -> SlaClass | None:
         if name is None:
             return self.classes[0]
@@ -71,7 +77,7 @@ class Promises:
 def read(document: Mapping[str, Any]) -> Promises:
     """From JSON: {"classes": [{"name", "priority", "ttft", "tpot", "share"}],
     "limits": {"requestsPerMinute", "tokensPerMinute", "burstSeconds"},
-    "clients": {NAME: {"class", "limits"}}}; goals in seconds."""
+    "clients": {NAME: {"class", "limits", "weight"}}}; goals in seconds."""
     _only(document, {"classes", "limits", "clients"}, "admission")
     classes = tuple(_class(one, f"classes[{i}]") for i, one in enumerate(_list(document)))
     names = [one.name for one in classes]
@@ -90,12 +96,13 @@ def read(document: Mapping[str, Any]) -> Promises:
 
 
 def _client(document: Any, where: str, classes: list[str]) -> Client:
-    _only(document, {"class", "limits"}, where)
+    _only(document, {"class", "limits", "weight"}, where)
     name = document.get("class")
     if name is not None and name not in classes:
         raise BadAdmission(f"{where}.class: no class has the name {name!r}")
     limits = document.get("limits")
-    return Client(name, None if limits is None else _limit(limits, f"{where}.limits"))
+    limit = None if limits is None else _limit(limits, f"{where}.limits")
+    return Client(name, limit, _number(document, "weight", where) or 1.0)
 
 
 def _limit(document: Any, where: str) -> RateLimit:

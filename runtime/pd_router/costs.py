@@ -1,23 +1,24 @@
 """What a choice of workers costs, in predicted seconds until a request is answered. Pure.
 
-    TTFT   tokens that wait on the worker + this prompt's uncached ones, over its measured
-           speed; then what of the hand-over doesn't hide behind computing (pd_core's
-           estimate); the wait for KV room on decode
+    TTFT   tokens that wait on the worker + this prompt's uncached ones, at its measured
+           speed (`speeds`: the longer a prompt, the slower its tokens); then what of the
+           hand-over doesn't hide behind computing (pd_core's estimate); the wait for KV
+           room on decode
     TPOT   so many steps on the decode worker as it will be, and what this request's KV adds
            to the steps of those that run there already
 
-A worker without measurements is taken for the median of those that have some.
+A worker without measurements is taken for those of its product that have some, else for
+all others.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import median
 
 from pd_core.estimate import Link, exposed_s
+from pd_core.work import pairs
 from pd_router.fleet import Role, WorkerView
+from pd_router.speeds import Speeds
 
-UNKNOWN_TOKENS_PER_S = 1000.0
-UNKNOWN_STEP_S = 0.02
 _HORIZON_TOKENS = 256
 """Output beyond it is hope: most answers end earlier, and loads change."""
 _FULL_STEP = 2.0
@@ -26,6 +27,8 @@ _FULL_WAIT_S = 2.0
 """For each request that waits for KV room: somebody has to end first."""
 FOLLOWERS = 2.0
 """As many wait behind a prompt on a worker that is never idle."""
+_ROOM_MARGIN = 1.5
+"""Answers end when they end: of what is predicted for the mean a third would be late."""
 _HANDOVER_S = 0.005
 """Grant, seal and commit, whatever the size."""
 _CHUNK_TOKENS = 512
@@ -75,17 +78,21 @@ class Costs:
         self._need = need
         self._link = link
         self._routers = routers
-        self._workers = tuple(workers)
-        self._tokens_per_s: float | None = None
-        self._step_s: float | None = None
+        self._speeds = Speeds(workers)
 
     def prefill(self, worker: WorkerView, cached_tokens: int) -> Prefill:
-        """Waiting and computing at a worker. What this router sent since the heartbeat,
-        the others that there are sent as well, as far as anybody knows."""
-        speed = worker.tokens_per_s or self._usual_tokens_per_s()
-        waiting = worker.pending_tokens + (self._routers - 1.0) * max(worker.tokens_since, 0)
+        """Waiting and computing at a worker."""
         compute = self._need.tokens - cached_tokens
-        return Prefill(worker, compute, waiting / speed, compute / speed)
+        compute_s = self._speeds.prompt(worker).seconds(compute, pairs(compute, cached_tokens))
+        return Prefill(worker, compute, self.queue_s(worker), compute_s)
+
+    def queue_s(self, worker: WorkerView) -> float:
+        """Until a worker begins another prompt. What this router sent since the heartbeat,
+        the others that there are sent as well, as far as anybody knows."""
+        others = self._routers - 1.0
+        tokens = worker.pending_tokens + others * max(worker.tokens_since, 0)
+        looked_back = worker.pending_pairs + others * max(worker.pairs_since, 0.0)
+        return self._speeds.prompt(worker).seconds(tokens, looked_back)
 
     def delay(self, prefill: Prefill) -> float:
         """What this prompt takes from those who will come after it: the busier the worker,
@@ -114,7 +121,7 @@ class Costs:
         promised = worker.kv_used + (self._routers - 1.0) * max(worker.blocks_since, 0)
         fill = (promised + blocks) / worker.kv_blocks
         slope = _FULL_STEP - 1.0
-        empty_s = (worker.step_s or self._usual_step_s()) / (1.0 + slope * worker.step_fill)
+        empty_s = self._speeds.step_s(worker) / (1.0 + slope * worker.step_fill)
         own_s = empty_s * (1.0 + slope * fill)
         others_s = worker.running * empty_s * slope * blocks / worker.kv_blocks
         steps = max(min(need.output_tokens, _HORIZON_TOKENS), 1)
@@ -124,29 +131,42 @@ class Costs:
         waiting = worker.load.waiting_grants + (1 if fill > 1.0 else 0)
         return _FULL_WAIT_S * waiting * max(fill, 1.0)
 
-    def _usual_tokens_per_s(self) -> float:
-        if self._tokens_per_s is None:
-            known = [w.tokens_per_s for w in self._workers if w.tokens_per_s > 0]
-            self._tokens_per_s = _middle(known, UNKNOWN_TOKENS_PER_S)
-        return self._tokens_per_s
-
-    def _usual_step_s(self) -> float:
-        if self._step_s is None:
-            known = [w.step_s for w in self._workers if w.step_s > 0]
-            self._step_s = _middle(known, UNKNOWN_STEP_S)
-        return self._step_s
-
 
 def soonest(workers: Iterable[WorkerView]) -> tuple[float, float]:
     """When a worker of those that compute prompts would begin another, in seconds, and the
     speed of all of them together in tokens a second; (0, 0): there is none."""
     usable = [w for w in workers if w.usable]
     computing = [w for w in usable if w.role is Role.PREFILL] or usable
-    known = _middle([w.tokens_per_s for w in computing if w.tokens_per_s > 0], UNKNOWN_TOKENS_PER_S)
-    speeds = [w.tokens_per_s or known for w in computing]
-    waits = (w.pending_tokens / speed for w, speed in zip(computing, speeds, strict=True))
-    return min(waits, default=0.0), sum(speeds)
+    speeds = Speeds(computing)
+    waits = (speeds.prompt(w).seconds(w.pending_tokens, w.pending_pairs) for w in computing)
+    return min(waits, default=0.0), sum(speeds.tokens_per_s(w) for w in computing)
 
 
-def _middle(known: Sequence[float], otherwise: float) -> float:
-    return median(known) if known else otherwise
+def outlook(
+    workers: Iterable[WorkerView], need: Need | None = None, work: float = 0.0
+) -> tuple[float, float]:
+    """As `soonest`, but where decode lacks room for `need` (None: for anything) until it has
+    some, and not faster than requests like this one, of `work` tokens to compute, get theirs."""
+    usable = [w for w in workers if w.usable]
+    begins_s, tokens_per_s = soonest(usable)
+    decoding = [w for w in usable if w.role is not Role.PREFILL]
+    room_s = min((_until_room_s(w, need) for w in decoding), default=0.0)
+    if room_s > 0 and need is not None:
+        freed = sum(_freed(w) / need.reserve_blocks(w) for w in decoding)  # requests a second
+        tokens_per_s = min(tokens_per_s, freed * work)
+    return max(begins_s, room_s), tokens_per_s
+
+
+def _until_room_s(worker: WorkerView, need: Need | None) -> float:
+    """Until a worker has room for one more, behind those that wait; 0 also where nothing is
+    known of how long requests keep theirs. Who waits is taken for one like this."""
+    blocks = need.reserve_blocks(worker) if need is not None else 1
+    waiting = worker.load.waiting_grants * blocks
+    short = worker.kv_used + waiting + blocks - worker.kv_blocks
+    freed = _freed(worker)
+    return _ROOM_MARGIN * short / freed if short > 0 and freed > 0 else 0.0
+
+
+def _freed(worker: WorkerView) -> float:
+    """Blocks a second that come back: those in use, each once in a request's stay."""
+    return worker.load.kv_used / worker.stay_s if worker.stay_s > 0 else 0.0

@@ -114,6 +114,17 @@ class Exchange:
         """Calls back once when the client goes; None takes that back. Once the body is read."""
         self._scope["extensions"]["pdcluster.when_gone"](callback)
 
+    @property
+    def why_gone(self) -> str:
+        """Of a client that has gone."""
+        why: str = self._scope["extensions"]["pdcluster.why_gone"]()
+        return why
+
+    def make_room(self) -> bool:
+        """Ends another client's stream that nobody reads, where there is one."""
+        made: bool = self._scope["extensions"]["pdcluster.make_room"]()
+        return made
+
     async def reply(
         self,
         status: int,

@@ -21,11 +21,12 @@ def decode_reason(decode: WorkerView, costs: Sequence[tuple[WorkerView, float]],
 
 
 def prefill_reason(
-    prefill: Prefill, ways: Sequence[tuple[Prefill, float]], prompt_tokens: int
+    prefill: Prefill, ways: Sequence[tuple[Prefill, float]], prompt_tokens: int, at_home: bool
 ) -> str:
     listed = named([f"{p.worker.id.name} {s:.3f} s" for p, s in ways])
     cached = prompt_tokens - prefill.compute_tokens
-    return f"prefill {prefill.worker.id.name}: first token soonest of {listed} ({cached} cached)"
+    why = "its new prefix belongs there, soon enough" if at_home else "first token soonest"
+    return f"prefill {prefill.worker.id.name}: {why} of {listed} ({cached} cached)"
 
 
 def local_reason(

@@ -2,21 +2,25 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
 from pd_core.kv import KvForm
+from pd_core.work import pairs
+from pd_router.speeds import Fit
 
 _ORDINAL = re.compile(r"-(\d+)$")
 _NO_ORDINAL = 1 << 30
 _TELLING_STEP_TOKENS = 64
 _SPEED_MEMORY = 0.9  # of what was measured before, a heartbeat with news
 _STEP_MEMORY = 0.8
+_STAY_MEMORY = 0.95
 _LINK_FADE = 0.99
 _TELLING_SEQUENCES = 4
 _MOST_ROUTERS = 16.0
+_FOREVER_S = 1e9
 _TELLING_TRANSFER_BYTES = 1 << 20
 
 
@@ -51,16 +55,18 @@ class LoadReport:
     steps: int = 0
     busy_s: float = 0.0  # in steps, since the worker's start
     computed_tokens: int = 0  # in these steps
+    computed_pairs: int = 0  # likewise; 0: it doesn't tell (`speeds`)
+    pending_pairs: int = 0
 
-    def tokens_per_s_since(self, before: "LoadReport") -> float | None:
-        """How fast it computed prompts since an earlier report; None where its steps were
-        too small to tell: their time was that of starting a step."""
+    def computed_since(self, before: "LoadReport") -> tuple[int, int, float] | None:
+        """Tokens, pairs and seconds since an earlier report; None where its steps were too
+        small to tell how fast it computes: their time was that of starting a step."""
         steps = self.steps - before.steps
         busy_s = self.busy_s - before.busy_s
         tokens = self.computed_tokens - before.computed_tokens
-        if steps < 1 or busy_s <= 0 or tokens < steps * _TELLING_STEP_TOKENS:
+        if steps < 1 or not 0 < busy_s < _FOREVER_S or tokens < steps * _TELLING_STEP_TOKENS:
             return None
-        return tokens / busy_s
+        return tokens, self.computed_pairs - before.computed_pairs, busy_s
 
     @property
     def kv_used(self) -> int:
@@ -98,14 +104,19 @@ class WorkerView:
     reachable: bool = False  # likewise, though it may drain
     shares_prefixes: bool = False
     tokens_per_s: float = 0.0  # prefill: what it measured at its start, then in its work
+    product: str = ""  # of its accelerator, as the device names itself
+    fit: Fit = field(default_factory=Fit)
     kv_token_bytes: float = 0.0
     kv_layers: int = 1
     step_s: float = 0.0  # decode: mean of late, at `step_fill`
     step_fill: float = 0.0  # share of the KV pool that was in use
+    stay_s: float = 0.0  # decode: how long a request keeps its room, of late; 0: unknown
     link_bytes_s: float = 0.0  # the fastest hand-over into it of late; 0: none yet
     own_running: int = 0  # sequences of this router
     own_tokens: int = 0  # prompt tokens of this router that it computes now
+    own_pairs: float = 0.0
     tokens_since: int = 0  # assigned less ended since the heartbeat
+    pairs_since: float = 0.0
     blocks_since: int = 0
     running_since: int = 0
 
@@ -128,6 +139,14 @@ class WorkerView:
         return max(self.load.pending_tokens + self.tokens_since, self.own_tokens, 0)
 
     @property
+    def pending_pairs(self) -> float:
+        return max(self.load.pending_pairs + self.pairs_since, self.own_pairs, 0.0)
+
+    @property
+    def only_prompts(self) -> bool:
+        return self.role is Role.PREFILL
+
+    @property
     def kv_used(self) -> int:
         """Blocks in use, granted, or promised by this router since the heartbeat."""
         return max(self.load.kv_used + self.blocks_since, 0)
@@ -135,6 +154,12 @@ class WorkerView:
     @property
     def running(self) -> int:
         return max(self.load.running + self.running_since, 0)
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences that decode here, and those of which it's known that they will: granted
+        ones of this router's whose prompts are computed still, all that wait for room."""
+        return max(self.running + self.load.waiting_grants, self.own_running)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -154,6 +179,7 @@ class WorkerView:
         self._learn(load)
         self.load = load
         self.tokens_since = self.blocks_since = self.running_since = 0
+        self.pairs_since = 0.0
 
     def carried(self, kv_bytes: int, transfer_s: float) -> None:
         """A hand-over into it ended. One that prefill held up shows less than the link can:
@@ -161,11 +187,19 @@ class WorkerView:
         if transfer_s > 0 and kv_bytes >= _TELLING_TRANSFER_BYTES:
             self.link_bytes_s = max(self.link_bytes_s * _LINK_FADE, kv_bytes / transfer_s)
 
+    def stayed(self, seconds: float) -> None:
+        """A request of this router gave its room back."""
+        kept = _STAY_MEMORY if self.stay_s else 0.0
+        self.stay_s = kept * self.stay_s + (1 - kept) * seconds
+
     def _learn(self, load: LoadReport) -> None:
-        measured = load.tokens_per_s_since(self.load)
-        if measured is not None and self.role is Role.PREFILL:
+        computed = load.computed_since(self.load)
+        if computed is not None and self.only_prompts:
+            tokens, looked_back, busy_s = computed
             kept = _SPEED_MEMORY if self.tokens_per_s else 0.0
-            self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * measured
+            self.tokens_per_s = kept * self.tokens_per_s + (1 - kept) * tokens / busy_s
+            if looked_back > 0:
+                self.fit.add(tokens, looked_back, busy_s)
         if load.running and load.step_s > 0 and load.kv_blocks:
             kept = _STEP_MEMORY if self.step_s else 0.0
             fill = load.kv_used / load.kv_blocks
@@ -173,12 +207,17 @@ class WorkerView:
             self.step_fill = kept * self.step_fill + (1 - kept) * fill
 
     def assign_prefill(self, tokens: int) -> None:
-        self.own_tokens += tokens
-        self.tokens_since += tokens
+        """What is cached before them isn't counted until a heartbeat tells."""
+        self._owe(tokens, pairs(tokens))
 
     def end_prefill(self, tokens: int) -> None:
-        self.own_tokens -= tokens
-        self.tokens_since -= tokens
+        self._owe(-tokens, -pairs(tokens))
+
+    def _owe(self, tokens: int, looked_back: float) -> None:
+        self.own_tokens += tokens
+        self.tokens_since += tokens
+        self.own_pairs += looked_back
+        self.pairs_since += looked_back
 
     def assign_decode(self, blocks: int, sequences: int) -> None:
         self.blocks_since += blocks

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -25,10 +26,19 @@ HEAD_DEADLINE_S = 30.0
 KEEP_ALIVE_S = 75  # longer than load balancers keep a connection: they close it, not we
 LINGER_S = 10.0
 MAX_CONNECTIONS = 8192
+# Of the process's descriptors, for all that is no client: workers, logs, the admin port.
+SPARE_DESCRIPTORS = 512
 BACKLOG = 2048
 SHUTDOWN_S = 1
 # What the kernel takes for a client that doesn't read, before we notice.
-SEND_BUFFER_BYTES = 256 * 1024
+SEND_BUFFER_BYTES = 64 * 1024
+# And what we hold behind that before its stream waits.
+HELD_BYTES = 16 * 1024
+# So long a client may read next to nothing of what no buffer takes any more.
+UNREAD_S = 20.0
+# From then on it makes room for those who come, where there is no other.
+UNREAD_GRACE_S = 1.0
+_WENT = "The client went away."
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -47,11 +57,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_message = False
         self._refuses = False
         self._on_gone: Callable[[], None] | None = None
+        self._why_gone = _WENT
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._unread: dict[BoundedProtocol, float] = self.server_state.unread
         self._idlers: dict[BoundedProtocol, None] = self.server_state.idlers
-        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
+        if len(self.connections) > self.server_state.most and not self._make_room():
             transport.abort()
             return
         self._idlers[self] = None
+        transport.set_write_buffer_limits(HELD_BYTES)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,16 +73,72 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> bool:
         """Ends the connection that has asked for nothing for longest, so that no number of
-        them locks out those who ask. False when all are being answered."""
+        them locks out those who ask. False when all are being answered, and read it."""
         longest = next(iter(self._idlers), None)
         if longest is None:
-            return False
+            return self._cut_unread()
         del self._idlers[longest]
         longest.transport.abort()
         return True
 
+    def _cut_unread(self) -> bool:
+        """Ends the stream that nobody has read for longest, where there is one."""
+        longest = next(iter(self._unread), None)
+        if longest is None or self.loop.time() - self._unread[longest] < UNREAD_GRACE_S:
+            return False
+        longest.cut("The client didn't read its answer, and others came.")
+        return True
+
+    def pause_writing(self) -> None:
+        """No buffer takes more: the client is far behind, or doesn't read at all."""
+        super().pause_writing()
+        self._unread[self] = self.loop.time()
+        self._bound_flush()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read_on()
+        if self.transport.is_closing():  # the rest, too
+            self._bound_flush()
+
+    def _read_on(self) -> None:
+        self._unread.pop(self, None)
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _bound_flush(self) -> None:
+        """What is to be sent goes on going out, or the connection ends. A closed one too
+        would else wait for ever for its client to read."""
+        if self._unread_timer is None:
+            left = self.transport.get_write_buffer_size()
+            self._unread_timer = self.loop.call_later(UNREAD_S, self._look_again, left)
+
+    def _look_again(self, before: int) -> None:
+        """`before`: the bytes that were to be sent then. A slow client reads on."""
+        if before - self.transport.get_write_buffer_size() < HELD_BYTES:
+            self.cut(f"The client didn't read its answer for {UNREAD_S:.0f} s.")
+            return
+        stuck = self in self._unread
+        self._read_on()
+        if stuck:
+            self._unread[self] = self.loop.time()
+        self._bound_flush()
+
+    def cut(self, why: str) -> None:
+        """Ends the connection of a client that doesn't read, and the request that it made."""
+        self._read_on()
+        self._why_gone = why
+        log.info("cut client=%s %s", self.client and self.client[0], why)
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._bound_flush()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_timer()
+        self._read_on()
         self._idlers.pop(self, None)
         super().connection_lost(exc)
         gone, self._on_gone = self._on_gone, None
@@ -100,6 +170,8 @@ class BoundedProtocol(HttpToolsProtocol):
             "pdcluster.abort": self.transport.abort,
             "pdcluster.pipe": self._pipe,
             "pdcluster.when_gone": self._when_gone,
+            "pdcluster.why_gone": lambda: self._why_gone,
+            "pdcluster.make_room": self._cut_unread,
         }
         if self._timer is None:
             self._set_timer(HEAD_DEADLINE_S)
@@ -133,9 +205,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self.transport.is_closing():
-            self._idlers[self] = None
-        if self._in_message and not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._bound_flush()
+            return
+        self._idlers[self] = None
+        if self._in_message:
             # Answered before its body came (413, say): let the client finish sending, or
             # it may never see the answer.
             self._set_timer(LINGER_S)
@@ -167,7 +241,7 @@ class BoundedProtocol(HttpToolsProtocol):
             f"x-request-id: {secrets.token_hex(12)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self._close()
 
     def _set_timer(self, seconds: float) -> None:
         self._clear_timer()
@@ -180,7 +254,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _expired(self) -> None:
         self._timer = None
+        self._close()
+
+    def _close(self) -> None:
         self.transport.close()
+        self._bound_flush()
 
 
 class Flusher:
@@ -245,6 +323,8 @@ class _State(ServerState):
         super().__init__()
         self.flusher = Flusher(asyncio.get_running_loop())
         self.idlers: dict[BoundedProtocol, None] = {}  # of no request now; longest comes first
+        self.unread: dict[BoundedProtocol, float] = {}  # since when; longest comes first
+        self.most = most_connections()
 
 
 class HttpServer(uvicorn.Server):
@@ -316,6 +396,26 @@ class HttpServer(uvicorn.Server):
         finally:
             self._stop.set()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as the process may have: each client is one. Who starts us often
+    gives 1,024, for programs that can't deal with more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # some systems give less than they say
+        log.warning("descriptors stay limited to %d: %s", soft, error)
+
+
+def most_connections() -> int:
+    """Of clients. When descriptors run out, accepting fails and nobody makes room any more."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, max(limit - SPARE_DESCRIPTORS, limit // 2))
 
 
 def listen(address: Address, *, reuse_port: bool = False) -> list[socket.socket]:

@@ -1,6 +1,7 @@
 """How much each tenant may ask for: buckets of requests and tokens. Pure, bounded.
 
 A router counts what it sees itself; `routers` divides the limit among those that are live.
+A request takes what it may put out at most, and gives back what it didn't when it ends.
 """
 
 from collections import OrderedDict
@@ -64,6 +65,12 @@ class RateLimits:
             if rate is not None:
                 bucket.level -= amount
         return 0.0
+
+    def give_back(self, tenant: str, tokens: int) -> None:
+        """A request ended with so many tokens of what it took not used."""
+        found = self._tenants.get(tenant)
+        if found is not None:
+            found[1].level += tokens  # above what is full it's cut when it is next looked at
 
     def _of(
         self, tenant: str, burst_s: float, requests_s: float, tokens_s: float, now: float

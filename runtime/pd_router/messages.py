@@ -28,11 +28,17 @@ ChatMessage = dict[str, Any]  # role, content and what else a template may read
 Tool = dict[str, Any]
 
 
-class ContentPart(Struct):
-    """Other fields belong to kinds of content that are refused by their type."""
+_OfOtherKinds = Annotated[Any, published(type="null")]
 
+
+class ContentPart(Struct, forbid_unknown_fields=True):
     type: Annotated[str, published(enum=list(_TEXT_PARTS))]
     text: str | UnsetType = UNSET
+    refusal: str | UnsetType = UNSET
+    # Of kinds that are refused by their type, which says more than an unknown field.
+    image_url: _OfOtherKinds = None
+    input_audio: _OfOtherKinds = None
+    file: _OfOtherKinds = None
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
@@ -56,8 +62,8 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], published(maxItems=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
+    refusal: str | None = None  # the assistant's, in the place of a content
     # Answers that clients send back carry these, empty.
-    refusal: str | None = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
@@ -118,9 +124,12 @@ def _message(path: str, message: Message) -> ChatMessage:
             f"Invalid value for '{path}.role': {message.role[:40]!r}, "
             f"expected one of {', '.join(_ROLES)}.",
         )
-    for name in ("audio", "function_call"):
+    for name in ("annotations", "audio", "function_call"):
         if getattr(message, name):
             raise unsupported(f"{path}.{name}")
+    if message.refusal and (message.content or message.role != "assistant"):
+        where = f"{path}.refusal"
+        raise invalid(where, f"'{where}' belongs to messages of the assistant without content.")
     found: ChatMessage = {"role": message.role, "content": _content(path, message)}
     for name in ("name", "reasoning_content"):
         value = getattr(message, name)
@@ -173,20 +182,26 @@ def _content(path: str, message: Message) -> str:
     path = f"{path}.content"
     content = message.content
     if isinstance(content, str):
-        return content
+        return content or message.refusal or ""
     if content is None:
         if message.role != "assistant":
             raise invalid(path, f"'{path}' must be a string or an array of text parts.")
         return message.refusal or ""
-    texts = []
-    for index, part in enumerate(content):
-        if part.type not in _TEXT_PARTS:
-            where = f"{path}[{index}].type"
-            raise invalid(where, f"'{where}' is {part.type[:40]!r}; this model takes only text.")
-        if isinstance(part.text, UnsetType):
-            where = f"{path}[{index}].text"
-            raise invalid(
-                where, f"Missing required parameter: '{where}'.", "missing_required_parameter"
-            )
-        texts.append(part.text)
-    return "\n".join(texts)
+    return "\n".join(_part(f"{path}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part(path: str, part: ContentPart) -> str:
+    if part.type not in _TEXT_PARTS:
+        where = f"{path}.type"
+        raise invalid(where, f"'{where}' is {part.type[:40]!r}; this model takes only text.")
+    for name in ("text", "refusal", "image_url", "input_audio", "file"):
+        if name != part.type and getattr(part, name) not in (UNSET, None):
+            where = f"{path}.{name}"
+            raise invalid(where, f"'{where}' doesn't belong to a part with type {part.type!r}.")
+    text = part.text if part.type == "text" else part.refusal
+    if isinstance(text, UnsetType):
+        where = f"{path}.{part.type}"
+        raise invalid(
+            where, f"Missing required parameter: '{where}'.", "missing_required_parameter"
+        )
+    return text

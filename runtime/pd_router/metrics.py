@@ -53,6 +53,7 @@ class Metrics:
             "unauthorized", "Requests without a right API key"
         ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
+        self._hedges = self._counter("hedges", "Prompts computed twice at once", "outcome")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
             model
@@ -71,7 +72,9 @@ class Metrics:
         self._spans = self._counter(
             "trace_spans", "Spans of requests by what became of them", "result"
         )
-        self._held = self._gauge("held_requests", "Requests that wait for a first worker")
+        self._held = self._gauge(
+            "held_requests", "Requests that wait for a worker, where there is none"
+        )
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()
@@ -131,7 +134,7 @@ class Metrics:
         self._signals.unread()
 
     def on_arrival(self, request: GenerateRequest) -> None:
-        """A prompt that could be served is at the door (session.MetricsHooks)."""
+        """A prompt that could be served is at the door (hooks.MetricsHooks)."""
         self._signals.arrived(len(request.token_ids), request.choices)
 
     def request_done(self, endpoint: str, status: int, total_s: float) -> None:
@@ -142,11 +145,15 @@ class Metrics:
         self._failures.labels(self.model, kind.value).inc()
 
     def on_retry(self, failure: Failure) -> None:
-        """An attempt failed and another follows (session.MetricsHooks)."""
+        """An attempt failed and another follows (hooks.MetricsHooks)."""
         self._retries.labels(self.model, failure.kind.value).inc()
 
+    def on_hedge(self, *, won: bool) -> None:
+        """A hedge is over: `won` where it was first (hooks.MetricsHooks)."""
+        self._hedges.labels(self.model, "won" if won else "lost").inc()
+
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
-        """session.MetricsHooks; all that ends is counted by generation_done and failed."""
+        """hooks.MetricsHooks; all that ends is counted by generation_done and failed."""
 
     def generation_done(self, timeline: Timeline) -> None:
         """Counts one prompt's way through the workers, however it ended."""

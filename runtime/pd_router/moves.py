@@ -109,6 +109,7 @@ class OpenDecode:
     compute_tokens: int  # when it prefills
     prefill: WorkerId | None = None  # who will, once decode has granted
     prefill_tokens: int = 0
+    hedge: bool = False  # beside an attempt that still runs
     pull: Pull | None = None  # to wait for before it's sent
 
 
@@ -149,6 +150,22 @@ class Retried:
 
 
 @dataclass(frozen=True, slots=True)
+class Blamed:
+    """An attempt failed by the fault of one of these workers, never by the request's own."""
+
+    workers: tuple[WorkerId, ...]
+    failure: Failure
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hedged:
+    """A prompt was computed twice at once, and that is over; whether the second was first."""
+
+    won: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Every choice has its finish. The last action."""
 
@@ -160,4 +177,15 @@ class Fail:
     failure: Failure
 
 
-Action = Token | OpenDecode | OpenPrefill | CancelSide | CloseSide | Retried | Done | Fail
+Action = (
+    Token
+    | OpenDecode
+    | OpenPrefill
+    | CancelSide
+    | CloseSide
+    | Retried
+    | Blamed
+    | Hedged
+    | Done
+    | Fail
+)

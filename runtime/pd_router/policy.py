@@ -2,10 +2,11 @@
 
 The default policy takes what promises the whole answer soonest (`costs`), of the workers
 that may be taken at all; those named in `routing` go by one thing alone. Ties go to the
-lower ordinal, which scale-in takes last. Every choice says why, with its candidates.
+lower ordinal, which scale-in takes last, unless other routers would take it too. Every
+choice says why, with its candidates.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pd_core.kv import convertible
@@ -25,6 +26,18 @@ _LOCAL_GAIN = 0.1
 _LOCAL_GAIN_S = 0.02
 """Computing the prompt where it's decoded must promise so much, as a share and in seconds:
 predictions aren't better than that, and prefill workers are there for it."""
+
+_HOME_SLACK = 0.1
+"""Of a prompt's computing time, what it may lose by going where its prefix belongs: that
+much is won by each later prompt that begins like it, and not all have one."""
+
+BlockHash = Callable[[int, int], bytes | None]
+"""Of the prompt's blocks of so many tokens, the hash of one and all before it; None: it has
+no such block."""
+
+
+def _no_blocks(block_tokens: int, block: int) -> None:
+    del block_tokens, block
 
 
 @dataclass(slots=True)
@@ -55,6 +68,13 @@ class Placement:
     considered: tuple[Considered, ...] = ()
     pull: Pull | None = None  # a copy that whoever prefills gets first
 
+    @property
+    def expected_s(self) -> float:
+        """How long until token 0; 0: nothing is known of it."""
+        names = (self.decode.name, self.prefill.name if self.prefill else None)
+        found = (one.ttft_s for one in self.considered if (one.decode, one.prefill) == names)
+        return next(found, 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Unplaced:
@@ -71,6 +91,7 @@ def place(
     exclusions: Exclusions,
     decode_at: WorkerId | None = None,
     *,
+    block_hash: BlockHash = _no_blocks,
     routing: Routing = DEFAULT,
     chance: Chance = NO_CHANCE,
 ) -> Placement | Unplaced:
@@ -92,7 +113,8 @@ def place(
         names = named([w.id.name for w in decoders])
         return Unplaced(f"every decode worker has refused this request ({names})", barred=True)
     prefillers = [w for w in usable if w.role is Role.PREFILL and w.holds(need.tokens)]
-    choice = _Choice(need, usable, prefillers, cached_tokens, exclusions, routing, chance)
+    known = _Known(cached_tokens, block_hash)
+    choice = _Choice(need, usable, prefillers, known, exclusions, routing, chance)
     if routing.policy == "cost":
         choice.may_pull_from(workers)
     return choice.make(open_to_us, may_be_local=decode_at is None)
@@ -118,11 +140,34 @@ class _Option:
     ttft_s: float
     total_s: float
 
-    @property
-    def key(self) -> tuple[bool, float, int, int, int]:
+    def key(self, chance: Chance) -> tuple[bool, float, int, int, int]:
         here, there = self.decode, self.prefill.worker
         other = not self.local and there.revision != here.revision
-        return (other, round(self.total_s, 6), here.running, here.ordinal, there.ordinal)
+        turns = chance.turn_of(here.ordinal), chance.turn_of(there.ordinal)
+        return (other, round(self.total_s, 6), here.running, *turns)
+
+
+class _Known:
+    """What is known of the prompt's prefix, each asked for once."""
+
+    def __init__(self, cached_tokens: CachedTokens, block_hash: BlockHash) -> None:
+        self._cached_tokens = cached_tokens
+        self._block_hash = block_hash
+        self._cached: dict[WorkerId, int] = {}
+
+    def cached_at(self, worker: WorkerView) -> int:
+        known = self._cached.get(worker.id)
+        if known is None:
+            known = self._cached[worker.id] = self._cached_tokens(worker)
+        return known
+
+    def home(self, workers: Sequence[WorkerView]) -> WorkerView | None:
+        """Where the first block belongs that no worker has announced: all routers send it
+        there, before any of them has heard that it's there."""
+        block_tokens = min(w.block_tokens for w in workers)
+        block = max(map(self.cached_at, workers)) // block_tokens
+        key = self._block_hash(block_tokens, block)
+        return affinity.owner(key, workers) if key is not None else None
 
 
 class _Choice:
@@ -133,7 +178,7 @@ class _Choice:
         need: Need,
         usable: Sequence[WorkerView],
         prefillers: Sequence[WorkerView],
-        cached_tokens: CachedTokens,
+        known: _Known,
         exclusions: Exclusions,
         routing: Routing,
         chance: Chance,
@@ -144,17 +189,18 @@ class _Choice:
         self._routing = routing
         self._chance = chance
         self._costs = Costs(need, usable, routing.link, chance.routers)
-        self._cached_tokens = cached_tokens
-        self._cached: dict[WorkerId, int] = {}
+        self._known = known
+        self._homes: dict[WorkerId, WorkerId] = {}  # of this prefix, by decode worker
+        self._prefills: dict[WorkerId, Prefill] = {}
         self._decode_s: dict[WorkerId, float] = {}
         self._partners: dict[WorkerId, list[WorkerView]] = {}
-        self._pulls = Pulls((), self._cached_at, routing.link, None)
+        self._pulls = Pulls((), known.cached_at, routing.link, None)
 
     def may_pull_from(self, workers: Sequence[WorkerView]) -> None:
         """A prompt's beginning may be copied from these, where that's sooner."""
         barred = self._exclusions.barred | self._exclusions.disliked
         holders = [w for w in workers if w.id not in barred]
-        self._pulls = Pulls(holders, self._cached_at, self._routing.link, self._routing.pulls)
+        self._pulls = Pulls(holders, self._known.cached_at, self._routing.link, self._routing.pulls)
 
     def make(self, decoders: Sequence[WorkerView], *, may_be_local: bool) -> Placement:
         ranks = [self._rank(w) for w in decoders]
@@ -165,9 +211,13 @@ class _Choice:
         else:
             shortlist, why = [self._by_name(liked)], self._routing.policy.replace("_", " ")
         options = [o for w in shortlist for o in self._options(w, may_be_local=may_be_local)]
-        chosen = options[0] if len(options) == 1 else min(options, key=lambda option: option.key)
+        chosen = options[0] if len(options) == 1 else self._soonest(options)
         chosen = self._unless_local_gains_little(chosen, options)
+        chosen = self._home_if_near(chosen, options)
         return self._placement(chosen, options, liked, why)
+
+    def _soonest(self, options: Sequence[_Option]) -> _Option:
+        return min(options, key=lambda option: option.key(self._chance))
 
     # ---- decode -------------------------------------------------------------------------
 
@@ -180,7 +230,11 @@ class _Choice:
         return (worker.id in self._exclusions.disliked, alone)
 
     def _decode_key(self, worker: WorkerView) -> tuple[float, int, int]:
-        return (round(self._decode_cost(worker), 6), worker.running, worker.ordinal)
+        return (
+            round(self._decode_cost(worker), 6),
+            worker.running,
+            self._chance.turn_of(worker.ordinal),
+        )
 
     def _decode_cost(self, worker: WorkerView) -> float:
         known = self._decode_s.get(worker.id)
@@ -217,6 +271,8 @@ class _Choice:
             return ordered[self._chance.turn % len(ordered)]
         if policy == "session" and (own := self._session_owner(decoders)) is not None:
             return own
+        if policy == "least_outstanding":
+            return min(ordered, key=lambda w: w.outstanding)
         return min(ordered, key=lambda w: (_waits(w), round(self._fill(w), 3), w.running))
 
     def _fill(self, worker: WorkerView) -> float:
@@ -264,13 +320,21 @@ class _Choice:
             return partners
         if self._routing.policy != "cost":
             return [self._prefill_by_name(partners)]
-        if not self._chance.alone:
-            drawn = affinity.two_of(partners, self._chance.lot)
-            holder = max(partners, key=self._cached_at)
-            return drawn if holder in drawn or not self._cached_at(holder) else [*drawn, holder]
-        found = {w.id: self._prefill(w) for w in partners}
-        costs = {at: round(p.ready_s + self._costs.delay(p), 6) for at, p in found.items()}
-        return sorted(partners, key=lambda w: (costs[w.id], w.ordinal))[:_SHORTLIST]
+        home = self._known.home(partners)
+        if home is not None:
+            self._homes[decode.id] = home.id
+        if self._chance.alone:
+            found = {w.id: self._prefill(w) for w in partners}
+            costs = {at: round(p.ready_s + self._costs.delay(p), 6) for at, p in found.items()}
+            turn_of = self._chance.turn_of
+            ordered = sorted(partners, key=lambda w: (costs[w.id], turn_of(w.ordinal)))
+            picked = ordered[:_SHORTLIST]
+        else:
+            picked = affinity.two_of(partners, self._chance.lot)
+            holder = max(partners, key=self._known.cached_at)
+            if self._known.cached_at(holder) and holder not in picked:
+                picked.append(holder)
+        return picked if home is None or home in picked else [*picked, home]
 
     def _prefill_by_name(self, partners: Sequence[WorkerView]) -> WorkerView:
         policy, ordered = self._routing.policy, sorted(partners, key=lambda w: w.ordinal)
@@ -279,26 +343,26 @@ class _Choice:
         if policy == "round_robin":
             return ordered[self._chance.turn % len(ordered)]
         if policy == "prefix":
-            return min(ordered, key=lambda w: (-self._cached_at(w), w.pending_tokens))
+            return min(ordered, key=lambda w: (-self._known.cached_at(w), self._costs.queue_s(w)))
         if policy == "session" and self._need.session:
             return affinity.owner(self._need.session, ordered) or ordered[0]
-        return min(ordered, key=lambda w: w.pending_tokens)
-
-    def _cached_at(self, worker: WorkerView) -> int:
-        known = self._cached.get(worker.id)
-        if known is None:
-            known = self._cached[worker.id] = self._cached_tokens(worker)
-        return known
+        if policy == "prompt_length":
+            return min(ordered, key=lambda w: self._costs.prefill(w, 0).ready_s)
+        return min(ordered, key=self._costs.queue_s)
 
     def _prefill(self, worker: WorkerView) -> Prefill:
-        alone = self._costs.prefill(worker, self._cached_at(worker))
-        return self._pulls.better(alone, self._costs.prefill)
+        known = self._prefills.get(worker.id)
+        if known is None:
+            alone = self._costs.prefill(worker, self._known.cached_at(worker))
+            known = self._prefills[worker.id] = self._pulls.better(alone, self._costs.prefill)
+        return known
 
     # ---- both together ------------------------------------------------------------------
 
     def _remote(self, decode: WorkerView, worker: WorkerView) -> _Option:
         prefill = self._prefill(worker)
-        ttft_s = prefill.ready_s + self._costs.exposed(decode, prefill, self._cached_at(decode))
+        cached = self._known.cached_at(decode)
+        ttft_s = prefill.ready_s + self._costs.exposed(decode, prefill, cached)
         total_s = ttft_s + self._costs.delay(prefill) + self._decode_cost(decode)
         return _Option(decode, prefill, False, ttft_s, total_s)
 
@@ -315,10 +379,25 @@ class _Choice:
         remote = [o for o in options if not o.local and o.decode.id == best.decode.id]
         if not remote:
             return best
-        other = min(remote, key=lambda option: option.key)
+        other = self._soonest(remote)
         gain_s = other.total_s - best.total_s
         enough_s = max(_LOCAL_GAIN_S, _LOCAL_GAIN * other.ttft_s)
         return best if gain_s > enough_s else other
+
+    def _home_if_near(self, best: _Option, options: list[_Option]) -> _Option:
+        """A new prefix goes where it belongs, unless that takes clearly longer or what is
+        known of it is elsewhere."""
+        home = self._homes.get(best.decode.id)
+        if home is None or best.local:
+            return best
+        slack_s = _HOME_SLACK * best.prefill.compute_s
+        least = best.prefill.compute_tokens
+        for option in options:
+            at = option.prefill.worker.id
+            if option.decode is best.decode and not option.local and at == home:
+                near = option.total_s - best.total_s <= slack_s
+                return option if near and option.prefill.compute_tokens <= least else best
+        return best
 
     # ---- why ----------------------------------------------------------------------------
 
@@ -339,7 +418,8 @@ class _Choice:
             )
         else:
             ways = [(o.prefill, o.ttft_s) for o in options if o.decode is decode and not o.local]
-            about_prefill = prefill_reason(chosen.prefill, ways, self._need.tokens)
+            at_home = self._homes.get(decode.id) == chosen.prefill.worker.id
+            about_prefill = prefill_reason(chosen.prefill, ways, self._need.tokens, at_home)
         pull = self._pulls.of(chosen.prefill.worker.id)
         if pull is not None:
             about_prefill += f"; {pull.reason}"

@@ -14,8 +14,9 @@ from pd_router.moves import Granted, Side
 from pd_router.prefixes import PromptHashes
 from pd_router.pulls import Pull
 from pd_router.pullwalk import AskHolder, AskTarget, Close, Over, PullAction, PullWalk
+from pd_router.records import Work
 from pd_router.types import GenerateRequest, Timeline
-from pd_router.workers import Work, Workers
+from pd_router.workers import Workers
 
 log = logging.getLogger("pd_router.pulling")
 

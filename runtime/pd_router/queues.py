@@ -3,7 +3,8 @@
 Among classes the larger priority goes first, unless a smaller one is owed its share: each
 piece of work that starts is credited to all classes that wait, by their shares, and paid by
 the one that got it. Among a class's tenants it is start-time fair queueing: who has had
-less work of late goes first. Among a tenant's requests: larger priority, then arrival.
+less work of late, by its weight, goes first. Among a tenant's requests: larger priority, then
+arrival.
 """
 
 import heapq
@@ -28,6 +29,7 @@ class Ticket:
     work: float = 1.0
     priority: int = 0
     tokens: int = 0
+    weight: float = 1.0  # of its tenant: twice the weight, twice the work
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class _ClassQueue:
         ticket = self._top(tenant)
         heapq.heappop(tenant.waiting)
         self._virtual = tenant.start
-        tenant.start += ticket.work
+        tenant.start += ticket.work / ticket.weight
         self._left(ticket)
         return ticket
 

@@ -7,11 +7,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_proto.v1 import engine_pb2 as pb
-from pd_router import policy, wire
+from pd_router import wire
 from pd_router.admission import (
     UNKNOWN,
     Admission,
@@ -20,63 +19,38 @@ from pd_router.admission import (
     Verdict,
     displaced_failure,
 )
-from pd_router.costs import soonest
-from pd_router.fleet import Role, WorkerId, WorkerView
+from pd_router.costs import Need, outlook
+from pd_router.fleet import Role, WorkerView
+from pd_router.hedging import Hedging
+from pd_router.hooks import MetricsHooks, NoHooks
 from pd_router.moves import (
     Action,
+    Blamed,
     CancelSide,
     CloseSide,
     Done,
     Fail,
+    Hedged,
     OpenDecode,
     OpenPrefill,
+    Placer,
     Retried,
     Side,
     Token,
     WalkConfig,
 )
-from pd_router.policy import Exclusions, Need, Placement, Unplaced
-from pd_router.prefixes import PromptHashes
+from pd_router.placing import RequestPlacer, first_need
 from pd_router.pulling import Pulling
+from pd_router.records import Work
 from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
-from pd_router.sizes import refuse_size
 from pd_router.types import GenerateRequest, Sink, Timeline
 from pd_router.walk import Walk
-from pd_router.workers import Work, Workers
+from pd_router.workers import Workers
 
 log = logging.getLogger("pd_router.session")
 
 _LOOK_AGAIN_S = 0.02
-
-
-class MetricsHooks(Protocol):
-    """Told of what timelines alone don't count. Called in the loop; must not raise."""
-
-    def on_arrival(self, request: GenerateRequest) -> None:
-        """A request came that could be served, though there may be no room for it."""
-        ...
-
-    def on_retry(self, failure: Failure) -> None:
-        """An attempt failed and another follows."""
-        ...
-
-    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
-        """A request ended: done (None), failed, or CLIENT_GONE after `cancel`."""
-        ...
-
-
-class NoHooks:
-    """Nobody counts."""
-
-    def on_arrival(self, request: GenerateRequest) -> None:
-        """Says nothing."""
-
-    def on_retry(self, failure: Failure) -> None:
-        """Says nothing."""
-
-    def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
-        """Says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +74,7 @@ class Sessions:
         """`draw`: chance, for policies that need some."""
         self.workers = workers
         self.routing = routing or Routing()
+        self.hedging = Hedging(self.routing.hedge)
         self._draw = draw
         self._choices = itertools.count()
         self._looking: asyncio.TimerHandle | None = None
@@ -116,18 +91,21 @@ class Sessions:
     def start(self, request: GenerateRequest, sink: Sink) -> "RunningGeneration":
         """Raises RequestFailure when refused at once. Calls the sink only after returning."""
         self._refuse(request)
-        ticket = self._ticket(request)
+        placer = RequestPlacer(self.workers, self.routing, self.chance, request)
+        ticket = self._ticket(request, placer)
         verdict = self.admission.offer(
             request.request_id,
             ticket=ticket,
-            outlook=self._outlook(),
+            outlook=self._outlook(first_need(request), ticket.work),
             now=time.monotonic(),
             routers=self.workers.routers,
         )
         if isinstance(verdict, Failure):
             raise RequestFailure(verdict.kind, verdict.message, verdict.retry_after_s)
-        generation = RunningGeneration(self, request, sink, self.admission.patience_s(ticket.sla))
+        patience_s = self.admission.patience_s(ticket.sla)
+        generation = RunningGeneration(self, request, sink, patience_s, placer)
         self._live[request.request_id] = generation
+        self.hedging.in_flight = len(self._live)
         self._idle.clear()
         if verdict is Verdict.ADMITTED:
             self.loop.call_soon(generation.admitted)
@@ -172,8 +150,11 @@ class Sessions:
 
     def ended(self, request_id: str, timeline: Timeline, failure: Failure | None) -> None:
         """A generation is over: its place goes to those who wait."""
-        if self._live.pop(request_id, None) is None:
+        ended = self._live.pop(request_id, None)
+        if ended is None:
             return
+        self.admission.give_back(ended.request.tenant, ended.unused)
+        self.hedging.in_flight = len(self._live)
         for admitted in self.admission.release(request_id):
             waiting = self._live.get(admitted)
             if waiting is not None:
@@ -183,7 +164,7 @@ class Sessions:
             self._idle.set()
         self.hooks.on_end(timeline, failure)
 
-    def _ticket(self, request: GenerateRequest) -> Ticket:
+    def _ticket(self, request: GenerateRequest, placer: RequestPlacer) -> Ticket:
         """What it is to admission. Raises for a class that there isn't."""
         promises = self.admission.config.promises
         sla = promises.named(request.sla)
@@ -193,17 +174,22 @@ class Sessions:
             raise RequestFailure(FailureKind.INVALID_REQUEST, message)
         prompt = len(request.token_ids)
         asked = prompt + request.sampling.max_tokens * request.choices
-        return Ticket(request.request_id, sla, request.tenant, prompt, request.priority, asked)
+        # Without goals nobody asks how long computing takes: the prompt is weight enough.
+        work = placer.uncached() if self.admission.holds_back else prompt
+        return Ticket(
+            *(request.request_id, sla, request.tenant, work, request.priority, asked),
+            weight=promises.weight_of(request.tenant),
+        )
 
     def tpot_s(self, sla: str | None) -> float | None:
         """What a class is promised; None for nothing."""
         named = self.admission.config.promises.named(sla)
         return None if named is None else named.tpot_s
 
-    def _outlook(self) -> Outlook:
+    def _outlook(self, need: Need | None = None, work: float = 0.0) -> Outlook:
         if not self.admission.holds_back:
             return UNKNOWN
-        return Outlook(*soonest(self.workers.views()))
+        return Outlook(*outlook(self.workers.views(), need, work))
 
     def _look_again(self) -> None:
         """Requests are held back until the workers' queues are short: time changes that."""
@@ -231,7 +217,7 @@ class Sessions:
             raise RequestFailure(FailureKind.DEADLINE, f"deadline_s = {request.deadline_s:g}")
         usable = [v for v in self.workers.views() if v.usable and v.role is not Role.PREFILL]
         if usable:
-            refuse_size(len(request.token_ids), usable)
+            _refuse_size(len(request.token_ids), usable)
         self.hooks.on_arrival(request)
         if not usable:
             raise RequestFailure(FailureKind.NO_WORKERS, "no decode worker is usable now")
@@ -241,45 +227,35 @@ class Sessions:
             generation.workers_changed()
 
 
-class _Placer:
-    """The policy over the workers of the moment, for one request (`moves.Placer`)."""
-
-    __slots__ = ("_hashed", "_hashes", "_salt", "_sessions", "_workers")
-
-    def __init__(self, sessions: Sessions, request: GenerateRequest) -> None:
-        self._sessions = sessions
-        self._workers = sessions.workers
-        self._salt = request.cache_salt
-        self._hashed = request.token_ids
-        self._hashes = PromptHashes(request.token_ids, request.cache_salt)
-
-    def __call__(
-        self,
-        need: Need,
-        exclusions: Exclusions,
-        token_ids: tuple[int, ...],
-        decode_at: WorkerId | None,
-    ) -> Placement | Unplaced:
-        if self._hashed is not token_ids:
-            self._hashed = token_ids
-            self._hashes = PromptHashes(token_ids, self._salt)
-        hashes, prefixes = self._hashes, self._workers.prefixes
-        return policy.place(
-            need,
-            self._workers.views(),
-            lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
-            exclusions,
-            decode_at,
-            routing=self._sessions.routing,
-            chance=self._sessions.chance(),
+def _refuse_size(prompt_tokens: int, usable: list[WorkerView]) -> None:
+    """A prompt and one token must fit somewhere."""
+    if any(view.holds(prompt_tokens) for view in usable):
+        return
+    context = max(view.max_model_tokens for view in usable)
+    if prompt_tokens >= context:
+        raise RequestFailure(
+            FailureKind.CONTEXT_TOO_LONG,
+            f"the prompt has {prompt_tokens} tokens; with at least one token of output it must "
+            f"fit the model's context of {context} tokens: shorten it",
         )
+    pool = max(view.pool_tokens for view in usable)
+    raise RequestFailure(
+        FailureKind.POOL_TOO_SMALL,
+        f"the prompt has {prompt_tokens} tokens, but the workers' KV pools hold at most {pool}: "
+        "shorten it, or give them larger ones",
+    )
 
 
 class RunningGeneration:
     """One request that runs (`types.Generation`)."""
 
     def __init__(
-        self, sessions: Sessions, request: GenerateRequest, sink: Sink, patience_s: float
+        self,
+        sessions: Sessions,
+        request: GenerateRequest,
+        sink: Sink,
+        patience_s: float,
+        placer: Placer,
     ) -> None:
         """`patience_s`: how long it may wait in admission."""
         self._sessions = sessions
@@ -292,8 +268,7 @@ class RunningGeneration:
             prompt_tokens=len(request.token_ids),
             choices=request.choices,
         )
-        placer = _Placer(sessions, request)
-        self.walk = Walk(request, placer, self._timeline, sessions.config)
+        self.walk = Walk(request, placer, self._timeline, sessions.config, sessions.hedging)
         self.works: dict[Side, Work] = {}
         self._pulling = Pulling(sessions.workers, request, self._timeline)
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
@@ -318,6 +293,14 @@ class RunningGeneration:
     def started(self) -> bool:
         """Its turn has come; before that it waits in admission."""
         return self._started
+
+    @property
+    def unused(self) -> int:
+        """Tokens that it could have had computed or put out, and hasn't."""
+        request = self._request
+        out = sum(len(self.walk.emitted(choice)) for choice in range(request.choices))
+        prompt = 0 if self._started else len(request.token_ids)
+        return prompt + request.sampling.max_tokens * request.choices - out
 
     def cancel(self) -> None:
         if not self._over:
@@ -359,6 +342,11 @@ class RunningGeneration:
                 token.choice, token.index, token.token, token.finish, token.logprob, token.top
             )
 
+    def computed(self, work: Work | None) -> None:
+        """A worker has computed something for it."""
+        if work is not None:
+            self._sessions.workers.computed(work)
+
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
@@ -374,6 +362,10 @@ class RunningGeneration:
                     self._release(side, cancel=False)
                 case Retried(failure=failure):
                     self._note_retry(failure)
+                case Blamed(workers=workers, failure=failure, at=at):
+                    self._sessions.workers.blame(workers, failure, at)
+                case Hedged(won=won):
+                    self._sessions.hooks.on_hedge(won=won)
                 case Done():
                     self._end(None, tell=True)
                 case Fail(failure=failure):
@@ -520,16 +512,20 @@ class SideHandler:
     A mistake in here or in the sink fails this request, not all those on the stream.
     """
 
-    __slots__ = ("_generation", "_logprobs", "_side")
+    __slots__ = ("_generation", "_logprobs", "_side", "_unproven")
 
     def __init__(self, generation: RunningGeneration, side: Side) -> None:
         self._generation = generation
         self._logprobs = generation.request.sampling.logprobs
         self._side = side
+        self._unproven = True  # no step for it has been seen to end well
 
     def granted(self, event: pb.Granted, now: float) -> None:
         generation = self._generation
         try:
+            work = generation.works.get(self._side)
+            if work is not None:
+                work.holds(now)
             granted = wire.granted_from_pb(event)
             generation.feed(generation.walk.granted(self._side, granted, now))
         except Exception as error:
@@ -541,8 +537,11 @@ class SideHandler:
             work = generation.works.get(self._side)
             if work is not None:
                 work.prefill_over()
+                generation.computed(work)
                 if self._side.prefill:
                     work.expect_no_steps()
+                else:
+                    work.holds(now)
             prefilled = wire.prefilled_from_pb(event)
             generation.feed(generation.walk.prefilled(self._side, prefilled, now))
         except Exception as error:
@@ -564,6 +563,9 @@ class SideHandler:
         """The hot path: mostly a token that ends nothing, and no timer to set."""
         generation = self._generation
         try:
+            if self._unproven:
+                self._unproven = False
+                generation.computed(generation.works.get(self._side))
             if not (out.finish or self._logprobs):
                 choice, index, token = out.choice, out.index, out.token
                 if generation.walk.plain_token(self._side, choice, index, token, now):

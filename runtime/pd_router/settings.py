@@ -12,6 +12,7 @@ from pd_core.estimate import Link, link
 from pd_core.identity import Identity, Part, parse_cluster
 from pd_router import classes
 from pd_router.classes import NO_PROMISES, Promises
+from pd_router.hedging import DEFAULT_SHARE, Hedge
 from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
 
 MAX_PROCESSES = 32
@@ -60,6 +61,7 @@ class Settings:
     max_requests: int = 4096
     max_queued: int = 4096
     queue_wait_s: float = 30.0
+    hold_s: float = 0.0  # 0: without a worker there is nothing to wait for
     routing: Routing = DEFAULT
     promises: Promises = NO_PROMISES
     allow_trace: bool = False
@@ -101,11 +103,13 @@ def parse(arguments: Sequence[str]) -> Settings:
     add("--max-requests", type=_count, default=Settings.max_requests, metavar="N")
     add("--max-queued", type=_count, default=Settings.max_queued, metavar="N")
     add("--queue-wait-s", type=_positive, default=Settings.queue_wait_s, metavar="S")
+    add("--hold-s", type=_positive, default=Settings.hold_s, metavar="S",
+        help="so long requests wait for a worker: one is started for them")  # fmt: skip
     _add_routing(parser)
     add("--admission", type=_promises, default=NO_PROMISES, dest="promises", metavar="JSON",
         help='{"classes": [{"name", "priority", "ttft", "tpot", "share"}], "limits": '
         '{"requestsPerMinute", "tokensPerMinute", "burstSeconds"}, "clients": {NAME: {"class", '
-        '"limits"}}}; goals in seconds')  # fmt: skip
+        '"limits", "weight"}}}; goals in seconds')  # fmt: skip
     add("--class-header", action="store_true", help="clients may name their class of service")
     add("--no-live-page", action="store_false", dest="live_page",
         help="no page for people on the admin port")  # fmt: skip
@@ -122,8 +126,10 @@ def parse(arguments: Sequence[str]) -> Settings:
         help="the PDCluster whose workers are let in")  # fmt: skip
     given = vars(parser.parse_args(arguments))
     names = ("policy", "disaggregate", "session_kv_limit", "link")
+    after, share = given.pop("hedge"), given.pop("hedge_share")
     try:
-        routing = Routing(**{name: given.pop(name) for name in names})
+        hedge = Hedge(None if after == "auto" else after, share) if after is not None else None
+        routing = Routing(**{name: given.pop(name) for name in names}, hedge=hedge)
     except ValueError as error:
         parser.error(str(error))
     settings = Settings(**given, routing=routing)
@@ -178,6 +184,14 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
         help="a decode worker whose KV is fuller doesn't keep its sessions")  # fmt: skip
     add("--link", type=_link, default=DEFAULT.link, metavar="NAME|RATE",
         help="between workers, until hand-overs have shown its speed")  # fmt: skip
+    add("--hedge", type=_hedge, metavar="S|auto",
+        help="a prefill that gives nothing for so long is begun elsewhere, too")  # fmt: skip
+    add("--hedge-share", type=_positive, default=DEFAULT_SHARE, metavar="SHARE",
+        help="of the requests in flight, so many may have two prefills")  # fmt: skip
+
+
+def _hedge(text: str) -> float | str:
+    return text if text == "auto" else _positive(text)
 
 
 def _link(text: str) -> Link:

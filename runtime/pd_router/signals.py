@@ -76,7 +76,7 @@ class Signals:
         self._counters.unread_requests += 1
 
     def hold(self, change: int) -> None:
-        """Requests more or fewer wait for the first worker ever."""
+        """Requests more or fewer wait for a worker, where there is none."""
         self._held += change
 
     def first_text(self, timeline: Timeline, ttft_s: float, now: float) -> None:

@@ -206,6 +206,10 @@ class WorkersApi(Protocol):
         time to find this router since its start."""
         ...
 
+    async def decoding(self) -> None:
+        """Returns once a worker that decodes is usable."""
+        ...
+
     def bundle(self) -> Bundle | None:
         """The model's current bundle; the same object until it changes."""
         ...

@@ -173,6 +173,8 @@ def load_from_pb(load: pb.Load) -> LoadReport:
         steps=load.steps,
         busy_s=load.busy_s,
         computed_tokens=load.computed_tokens,
+        computed_pairs=load.computed_pairs,
+        pending_pairs=load.pending_pairs,
     )
 
 

@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -24,10 +24,11 @@ from pd_proto import tls
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import policy, wire
-from pd_router.breaker import Breaker, Progress
+from pd_router.breaker import Progress
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
 from pd_router.prefixes import PrefixIndex
+from pd_router.records import Record, Work
 from pd_router.types import Bundle, Limits
 
 log = logging.getLogger("pd_router.workers")
@@ -61,93 +62,8 @@ class WorkersConfig:
     renew_s: float = 5.0
     check_s: float = 0.25
     settle_s: float = 0.0  # from its start, until the workers that there are have found it
+    started_on_demand: bool = False  # where there is none, one may come all the same
     control_ports: tuple[int, ...] = ()  # of all processes of this router, where it has several
-
-
-@dataclass(slots=True)
-class _Record:
-    """One announced process."""
-
-    hello: pb.Hello
-    view: WorkerView
-    link: Link
-    progress: Progress
-    breaker: Breaker = field(default_factory=Breaker)
-    stream: object | None = None  # the announcement that counts; None: it ended
-    heard: float = 0.0
-    draining: bool = False
-    lapsed: bool = False
-    heartbeats: int = 0
-
-    @property
-    def why_unusable(self) -> str | None:
-        """None when it may get new work."""
-        return "it drains" if self.draining else self.why_unreachable
-
-    @property
-    def why_unreachable(self) -> str | None:
-        """None when it does what it's asked to, though it may drain."""
-        if self.stream is None:
-            return "its announcement has ended"
-        if self.lapsed:
-            return "its heartbeats have ceased"
-        if not self.heartbeats:
-            return "no heartbeat yet"
-        if not self.link.bound:
-            return "no work stream"
-        if not self.breaker.lets_through:
-            return f"breaker {self.breaker.state.value}: {self.breaker.reason}"
-        return None
-
-
-class Work:
-    """One side of a request at a worker: its handle, and its share in the load's books."""
-
-    __slots__ = ("_blocks", "_expecting", "_probe", "_record", "_sequences", "_tokens", "handle")
-
-    def __init__(
-        self, record: _Record, handle: int, tokens: int, blocks: int, sequences: int
-    ) -> None:
-        self._record = record
-        self.handle = handle
-        self._tokens = tokens
-        self._blocks = blocks
-        self._sequences = sequences
-        self._expecting = False
-        record.view.assign_prefill(tokens)
-        record.view.assign_decode(blocks, sequences)
-        self._probe = record.breaker.sent()
-
-    def send(self, command: pb.Command) -> None:
-        self._record.link.send(command)
-
-    def expect_steps(self) -> None:
-        """From now on the worker has something to compute for this request."""
-        if not self._expecting:
-            self._expecting = True
-            self._record.progress.expect(time.monotonic())
-
-    def carried(self, kv_bytes: int, transfer_s: float) -> None:
-        """KV has come to this worker: how fast its link is."""
-        self._record.view.carried(kv_bytes, transfer_s)
-
-    def prefill_over(self) -> None:
-        self._record.view.end_prefill(self._tokens)
-        self._tokens = 0
-
-    def expect_no_steps(self) -> None:
-        if self._expecting:
-            self._expecting = False
-            self._record.progress.expect_no_more()
-
-    def release(self, *, cancel: bool) -> None:
-        """The side is over; `cancel` tells the worker. Once."""
-        self._record.link.release(self.handle, cancel=cancel)
-        self.expect_no_steps()
-        self.prefill_over()
-        self._record.view.end_decode(self._blocks, self._sequences)
-        if self._probe:
-            self._record.breaker.probe_over()
 
 
 class Workers(engine_pb2_grpc.ControlServicer):
@@ -158,8 +74,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._certificates = certificates
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
-        self.routers = 1.0  # that share these workers, as far as this one can see
-        self._records: dict[WorkerId, _Record] = {}
+        self._guess = 1.0  # of routers, where no worker counts them
+        self._told = 0
+        self._records: dict[WorkerId, Record] = {}
         self._bundles: dict[str, Bundle] = {}
         self._current: Bundle | None = None
         self._on_bundle: list[Callable[[Bundle], None]] = []
@@ -168,6 +85,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._monitor: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._settled = asyncio.Event()
+        self._came = asyncio.Event()
         if config.settle_s <= 0:
             self._settled.set()
 
@@ -203,6 +121,12 @@ class Workers(engine_pb2_grpc.ControlServicer):
         record = self._records.get(worker)
         return record.view if record is not None else None
 
+    @property
+    def routers(self) -> float:
+        """How many share these workers: as workers count them, never fewer than this one's own
+        processes. Workers that are older than that leave it to be seen in the load."""
+        return max(float(self._told or self._guess), float(len(self.config.control_ports)), 1.0)
+
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back whenever a worker has become usable."""
         self._on_change.append(callback)
@@ -223,16 +147,50 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._refresh(record)
         return work
 
+    def computed(self, work: Work) -> None:
+        """The worker has computed something for this request."""
+        record = work.record
+        if record.breaker.succeeded(probe=work.probe):
+            log.info("worker=%s works again", record.view.id.name)
+            self._refresh(record)
+
+    def blame(self, workers: tuple[WorkerId, ...], failure: Failure, now: float) -> None:
+        """An attempt failed by the fault of one of these."""
+        for worker in workers:
+            record = self._records.get(worker)
+            if record is None or not record.breaker.failed(1 / len(workers), now):
+                continue
+            if self._spares(record):
+                why = f"too many of its requests failed, the last one: {failure.message}"
+                record.breaker.trip(why, now, faulty=True)
+                log.warning("worker=%s gets no new requests: %s", worker.name, why)
+                self._refresh(record)
+
+    def _spares(self, record: Record) -> bool:
+        """Whether requests could do without it. Where all fail alike, who still tries is
+        better than nobody."""
+        return any(
+            other.view.usable and other.view.role is not Role.PREFILL
+            for other in self._records.values()
+            if other is not record
+        )
+
     # ---- for the HTTP side ----------------------------------------------------------------
 
     def ready(self) -> bool:
         return policy.pair_usable(self.views())
 
     def expecting(self) -> bool:
-        return bool(self._records) or not self._settled.is_set()
+        some = bool(self._records) or not self._settled.is_set()
+        return some or self.config.started_on_demand
 
     async def settled(self) -> None:
         await self._settled.wait()
+
+    async def decoding(self) -> None:
+        while self.limits() is None:
+            self._came.clear()
+            await self._came.wait()
 
     def bundle(self) -> Bundle | None:
         return self._current
@@ -256,7 +214,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         now = time.monotonic()
         return [_signals(record, now) for record in self._records.values()]
 
-    def _describe(self, record: _Record, now: float) -> dict[str, Any]:
+    def _describe(self, record: Record, now: float) -> dict[str, Any]:
         view, load = record.view, record.view.load
         return {
             "worker": view.id.name,
@@ -279,6 +237,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             "max_model_tokens": view.max_model_tokens,
             "kv_token_bytes": view.kv_token_bytes,
             "kv_layers": view.kv_layers,
+            "product": view.product,
             "load": {name: getattr(load, name) for name in LoadReport.__dataclass_fields__},
         }
 
@@ -316,7 +275,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     async def _follow(
         self,
-        record: _Record,
+        record: Record,
         stream: object,
         reports: AsyncIterator[pb.WorkerReport],
         context: Any,
@@ -358,7 +317,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             return "capacity.max_model_tokens must be at least 1"
         return ""
 
-    def _announced(self, hello: pb.Hello, stream: object) -> _Record:
+    def _announced(self, hello: pb.Hello, stream: object) -> Record:
         worker = WorkerId(hello.worker, hello.epoch)
         for other in [w for w in self._records if w.name == worker.name and w != worker]:
             self._remove(other, "it restarted")
@@ -376,7 +335,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         )
         return record
 
-    def _new_record(self, worker: WorkerId, hello: pb.Hello) -> _Record:
+    def _new_record(self, worker: WorkerId, hello: pb.Hello) -> Record:
         view = WorkerView(
             id=worker,
             role=_ROLES[hello.role],
@@ -385,6 +344,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             max_model_tokens=hello.capacity.max_model_tokens,
             revision=hello.revision,
             tokens_per_s=hello.prefill_tokens_per_s,
+            product=hello.product,
             kv_token_bytes=hello.kv_format.block_bytes / hello.kv_format.block_tokens,
             kv_layers=max(hello.kv_format.layers, 1),
             shares_prefixes=hello.shares_prefixes,
@@ -394,10 +354,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         )
         link = Link(worker, hello.work_address, self.identity, callbacks, self._certificates)
         progress = Progress(self.config.late_s, hello.prefill_tokens_per_s)
-        record = _Record(hello, view, link, progress)
+        record = Record(hello, view, link, progress)
         return record
 
-    def _heartbeat(self, record: _Record, beat: pb.Heartbeat) -> None:
+    def _heartbeat(self, record: Record, beat: pb.Heartbeat) -> None:
         now = time.monotonic()
         record.heard = now
         record.lapsed = False
@@ -407,7 +367,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.progress.heartbeat(record.view.load, load, now):
             record.breaker.alive(now)
         record.view.report(load)
-        self.routers += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self.routers)
+        record.routers = beat.routers
+        self._told = max(self._told, beat.routers)
+        if not self._told:
+            self._guess += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self._guess)
         self.prefixes.update(
             record.view.id, beat.prefix_gained, beat.prefix_lost, reset=beat.prefix_reset
         )
@@ -415,7 +378,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     # ---- bundles --------------------------------------------------------------------------
 
-    def _bundle_came(self, record: _Record, message: pb.TokenizerBundle) -> None:
+    def _bundle_came(self, record: Record, message: pb.TokenizerBundle) -> None:
         if message.bundle_hash != record.hello.bundle_hash or not message.tokenizer_json:
             log.warning("worker=%s sent a bundle that nobody asked for", record.view.id.name)
             return
@@ -440,12 +403,12 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     # ---- who is usable ----------------------------------------------------------------------
 
-    def _moved(self, record: _Record, now: float) -> None:
+    def _moved(self, record: Record, now: float) -> None:
         record.progress.moved(now)
         if record.breaker.moved():
             self._refresh(record)
 
-    def _refresh(self, record: _Record) -> None:
+    def _refresh(self, record: Record) -> None:
         """Whether it may get new work, after anything that bears on it has changed."""
         was_usable = record.view.usable
         known = record.view.id in self._records
@@ -454,6 +417,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.view.usable and not was_usable:
             if record.view.role is not Role.PREFILL:
                 self._settled.set()
+                self._came.set()
             for callback in self._on_change:
                 callback()
 
@@ -485,12 +449,15 @@ class Workers(engine_pb2_grpc.ControlServicer):
                     self._check(record, now)
                 except Exception:  # one worker's trouble must not end the watch over all
                     log.exception("worker=%s cannot be checked", record.view.id.name)
+            # One that has just started may not know them all yet; one that has left, does no more.
+            heard = (r.routers for r in self._records.values() if r.stream and not r.lapsed)
+            self._told = max(heard, default=0)
             if now - renewed >= self.config.renew_s:
                 renewed = now
                 for record in self._records.values():
                     record.link.renew()
 
-    def _check(self, record: _Record, now: float) -> None:
+    def _check(self, record: Record, now: float) -> None:
         silent_s = now - record.heard
         if record.stream is None and silent_s > self.config.forget_s:
             self._remove(record.view.id, f"silent for {silent_s:.0f} s")
@@ -504,12 +471,13 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if late is not None:
             record.breaker.trip(late, now)
             self._move_on(record, late)
-        elif view.reachable != (record.why_unreachable is None) or (
-            view.usable != (record.why_unusable is None)
+        elif (view.usable, view.reachable) != (
+            record.why_unusable is None,
+            record.why_unreachable is None,
         ):
             self._refresh(record)
 
-    def _move_on(self, record: _Record, why: str) -> None:
+    def _move_on(self, record: Record, why: str) -> None:
         """Its requests go elsewhere; it gets no new ones."""
         name = record.view.id.name
         log.warning("worker=%s is late: %s; requests=%d move on", name, why, record.link.live)
@@ -517,7 +485,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         record.link.fail_over(Failure(FailureKind.WORKER_LATE, f"worker {name}: {why}"))
 
 
-def _signals(record: _Record, now: float) -> dict[str, Any]:
+def _signals(record: Record, now: float) -> dict[str, Any]:
     """What a worker last said of itself, without what this router has added since: several
     routers hear the same worker, and their documents merge."""
     view, load = record.view, record.view.load

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pd_core.geometry import ModelKv
+from pd_core.gpus import Gpu
 from pd_core.known_models import KnownModel
 
 MAX_BATCH = 1024
@@ -21,28 +22,6 @@ _BANDWIDTH_SHARE = 0.8  # of the data sheet's that reading KV reaches
 _COMPUTE_SHARE = 0.5  # of the data sheet's that matrix products reach
 _HOST_S = 0.005  # of a step that no device explains, where nothing was measured
 _MEASURED_CONTEXT = 576  # tokens a sequence at which steps by batch were measured
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """As the vendor gives it: dense 16-bit, one direction."""
-
-    name: str
-    flops: float
-    memory_bytes: float
-    bandwidth_bytes_s: float
-
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("h100", 989e12, 80e9, 3.35e12),
-        Gpu("h200", 989e12, 141e9, 4.8e12),
-        Gpu("a100", 312e12, 80e9, 2.04e12),
-        Gpu("l40s", 362e12, 48e9, 0.864e12),
-        Gpu("l4", 121e12, 24e9, 0.3e12),
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +39,7 @@ class Perf:
     steps_s: tuple[float, ...]  # by batch 0..MAX_BATCH, KV reads left out
     note: str = ""
     host_s: float = 0.0  # of a step, which no computing hides; 0: measured times hold it
+    product: str = ""
 
     def prompt_s(self, tokens: int, cached_tokens: int = 0, chunk_tokens: int = 0) -> float:
         """A prompt alone; with chunks each pays the floor. 0: all in one step."""
@@ -183,6 +163,7 @@ def _perf(
         kv_token_s=model.kv.token_bytes / bandwidth,
         steps_s=steps_s,
         note=note,
+        product=f"{gpus} x {gpu.name}",
     )
 
 

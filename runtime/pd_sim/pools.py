@@ -129,6 +129,7 @@ class Pools:
             kv_blocks=max(plan.perf.kv_tokens // BLOCK_TOKENS, 1),
             max_model_tokens=plan.max_model_tokens,
             tokens_per_s=0.0 if plan.role is PoolRole.DECODE else 1.0 / plan.perf.token_s,
+            product=plan.perf.product,
             kv_token_bytes=plan.perf.kv.token_bytes,
             kv_layers=plan.perf.kv.layers,
         )

@@ -78,7 +78,13 @@ class SimRouter:
     def _start(self, job: Job) -> None:
         if job.admitted_s < 0:
             job.admitted_s = self.loop.now
-        found = place(job.need, self.pools.views, self._cached(job), job.exclusions)
+        found = place(
+            job.need,
+            self.pools.views,
+            self._cached(job),
+            job.exclusions,
+            block_hash=job.prompt.at,
+        )
         if isinstance(found, Unplaced):
             if not self.held:
                 self.loop.at(self.loop.now + PLACE_AGAIN_S, self.place_held)

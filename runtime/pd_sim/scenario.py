@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pd_core import estimate, known_models
+from pd_core.gpus import GPUS
 from pd_operator import api
 from pd_operator.api import Role
 from pd_sim import perf
@@ -125,11 +126,11 @@ def _profiled(said: Mapping[str, Any], known: Profiles) -> perf.Perf | None:
 def engine_perf(said: Mapping[str, Any], measured: Rows) -> perf.Perf:
     """A worker's speed: from measurements where there are some of its kind."""
     name, gpu_name = str(said.get("model", "")), str(said.get("gpu", "h100"))
-    model, gpu = known_models.find(name), perf.GPUS.get(gpu_name)
+    model, gpu = known_models.find(name), GPUS.get(gpu_name)
     if model is None:
         raise BadScenario(f"model {name!r}: one of {', '.join(known_models.KNOWN_MODELS)}")
     if gpu is None:
-        raise BadScenario(f"gpu {gpu_name!r}: one of {', '.join(perf.GPUS)}")
+        raise BadScenario(f"gpu {gpu_name!r}: one of {', '.join(GPUS)}")
     gpus = int(_number(said, "gpusPerWorker", 1))
     for row_model, row_gpu in {(row["model"], row["hardware"]) for row in measured}:
         if _plain(row_model) == _plain(model.name) and row_gpu.partition("-")[0] == gpu.name:

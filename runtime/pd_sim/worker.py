@@ -11,6 +11,7 @@ import math
 from collections import deque
 from typing import Protocol
 
+from pd_core.work import pairs
 from pd_router.fleet import LoadReport, Role, WorkerView
 from pd_sim.job import Job
 from pd_sim.loop import Loop
@@ -56,12 +57,14 @@ class Worker:
         self.steps = 0.0
         self.busy_s = 0.0
         self.tokens_done = 0.0
+        self.pairs_done = 0.0
         self.gaps = [0.0] * GAP_BUCKETS
         self._ends: list[tuple[float, int, Job]] = []
         self._count = 0
         self._chunks_left = 0.0
         self._chunk_s = 0.0
         self._chunk_share = 0.0
+        self._chunk_pairs = 0.0
         self._settled_s = born_s
         self._turn = 0
 
@@ -128,6 +131,7 @@ class Worker:
         block = self.view.block_tokens
         used = -(-self.reserved // block)
         pending = sum(job.compute_tokens for job in self.prompts)
+        looked_back = sum(_pairs_of(job) for job in self.prompts)
         return LoadReport(
             queued=len(self.prompts),
             running=self.batch,
@@ -140,6 +144,8 @@ class Worker:
             steps=int(self.steps),
             busy_s=self.busy_s,
             computed_tokens=int(self.tokens_done),
+            computed_pairs=int(self.pairs_done),
+            pending_pairs=int(looked_back),
         )
 
     @property
@@ -184,6 +190,7 @@ class Worker:
         chunk = self.chunk_tokens or tokens
         self._chunks_left = float(-(-tokens // chunk))
         self._chunk_share = tokens / self._chunks_left
+        self._chunk_pairs = pairs(tokens, cached) / self._chunks_left
         self._chunk_s = self.perf.prompt_s(tokens, cached, self.chunk_tokens) / self._chunks_left
 
     def _pace(self) -> tuple[float, float]:
@@ -214,6 +221,7 @@ class Worker:
         if self.prompts:
             self._chunks_left -= steps
             self.tokens_done += steps * self._chunk_share
+            self.pairs_done += steps * self._chunk_pairs
         if self.batch:
             self.gaps[_gap_bucket(elapsed_s / steps)] += produced
 
@@ -246,6 +254,10 @@ class Worker:
             self.reserved += tokens
             self.seats += 1
             owner.granted(job, self)
+
+
+def _pairs_of(job: Job) -> float:
+    return pairs(job.compute_tokens, max(job.tokens - job.compute_tokens, 0))
 
 
 def _gap_bucket(gap_s: float) -> int:

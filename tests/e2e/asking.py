@@ -82,6 +82,11 @@ class Streams:
             while any(len(r.times) < events and r.error is None for r in self.results):
                 await asyncio.sleep(0.002)
 
+    async def until_any_has(self, events: int, deadline_s: float = 60.0) -> None:
+        async with asyncio.timeout(deadline_s):
+            while not any(len(r.times) >= events for r in self.results):
+                await asyncio.sleep(0.002)
+
     async def end(self, deadline_s: float) -> list[Streamed]:
         """All results; a request that is still open at the deadline fails the test."""
         async with asyncio.timeout(deadline_s):

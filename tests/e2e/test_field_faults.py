@@ -1,8 +1,9 @@
-"""Faults that users of such systems have met, through the whole system: 1, 3, 4, 5, 7, 13, 14
-and 20 of the list in tests/README.md, which names the tests of the others.
+"""Faults that users of such systems have met, through the whole system: 1, 3, 4, 5, 7, 13, 14,
+19 and 20 of the list in tests/README.md, which names the tests of the others.
 """
 
 import asyncio
+import json
 import signal
 import statistics
 import time
@@ -22,14 +23,40 @@ BLOCK = 16
 SMALL_POOL = 512  # tokens; one request of the tests below, and little more
 
 
+@pytest.fixture(scope="module", params=["shm", "tcp", "nixl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Each of these faults, whichever way KV goes."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def tight(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def tight(
+    model: Path, transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """Decode has room for one request at a time."""
     pools = {
         "prefill": {"replicas": 1, "engine": {"chunkTokens": 32}},
         "decode": {"replicas": 1, "engine": {"kvCacheTokens": SMALL_POOL}},
     }
-    with serving(spec(model, **pools), tmp_path_factory.mktemp("tight")) as running:
+    made = spec(model, **pools, kvTransfer={"transport": transport})
+    with serving(made, tmp_path_factory.mktemp("tight")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    model: Path, transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """One prefill and one decode worker; prompts always go from one to the other."""
+    made = spec(
+        model,
+        prefill={"replicas": 1},
+        decode={"replicas": 1},
+        router={"routing": {"disaggregate": "always"}},
+        kvTransfer={"transport": transport},
+    )
+    with serving(made, tmp_path_factory.mktemp("cluster")) as running:
         yield running
 
 
@@ -161,6 +188,46 @@ def test_cached_tokens_count_what_prefill_did_not_compute(cluster: Cluster):
     restart(cluster, "prefill")
     assert cached_tokens(ask(cluster, content)[1]) == 0
     cluster.until_settled()
+
+
+# ---- 19: a burst that gives up ---------------------------------------------------------------
+
+ABORTED = 1000
+AT_ONCE = 50
+
+
+@pytest.mark.timeout(240)
+def test_a_burst_of_aborted_requests_costs_those_that_stay_nothing(
+    cluster: Cluster, reference: Reference
+):
+    """What is computed for them is next to nothing, so nobody can be slow for it."""
+    contents = [body(text_of(60 + 20 * i, number=1900 + i), 400) for i in range(4)]
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def give_up(number: int) -> None:
+        content = body(text_of(60, number=20_000 + 10 * number), 400)
+        async with turns:
+            _, writer = await asyncio.open_connection("127.0.0.1", cluster.port)
+            data = json.dumps(content).encode()
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-length: {len(data)}\r\n\r\n"
+            writer.write(head.encode() + data)
+            await writer.drain()
+            writer.transport.abort()
+
+    async def scenario() -> list[Any]:
+        streams = Streams(cluster, contents)
+        await streams.until_each_has(5)
+        await asyncio.gather(*(give_up(number) for number in range(ABORTED)))
+        return await streams.end(100)
+
+    decode = cluster.pod("decode")
+    before = counter(cluster, decode, "generated_tokens")
+    results = asyncio.run(scenario())
+    assert [r.error for r in results] == [None] * len(contents)
+    assert [r.text for r in results] == [expected(reference, c) for c in contents]
+    cluster.until_settled()
+    for_others = counter(cluster, decode, "generated_tokens") - before - 400 * len(contents)
+    assert for_others < 0.02 * 400 * ABORTED
 
 
 # ---- 20: keep-alive --------------------------------------------------------------------------

@@ -1,8 +1,15 @@
 """`pdcluster serve FOLDER`: ready, the tokens of transformers' `generate`, gone after Ctrl-C."""
 
+import fcntl
 import os
+import pty
+import re
+import select
 import signal
+import struct
 import subprocess
+import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -51,3 +58,43 @@ def test_serve(model: Path, reference: Reference, tmp_path: Path):
             process.wait(DEADLINE_S)
     assert not port_taken("127.0.0.1", port)
     assert processes_with(state) == []
+
+
+def on_a_terminal(command: list[str], env: dict[str, str], until: str) -> tuple[int, str]:
+    """What it draws on a terminal until it says a word, and its status after Ctrl-C."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+    process = subprocess.Popen(
+        command, env=env, stdin=its, stdout=its, stderr=its, start_new_session=True
+    )
+    os.close(its)
+    seen, over, stopped = "", time.monotonic() + DEADLINE_S, False
+    try:
+        while time.monotonic() < over and select.select([ours], [], [], DEADLINE_S)[0]:
+            try:
+                seen += os.read(ours, 65536).decode(errors="replace")
+            except OSError:  # nobody has the other end any more
+                break
+            if until in seen and not stopped:
+                process.send_signal(signal.SIGINT)
+                stopped = True
+        return process.wait(DEADLINE_S), seen
+    finally:
+        os.close(ours)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(DEADLINE_S)
+
+
+@pytest.mark.timeout(180)
+def test_a_bar_shows_how_the_model_loads(model: Path, tmp_path: Path):
+    port = free_port()
+    options = ["--port", str(port), "--name", "tiny"]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    command = [*PDCLUSTER, "serve", str(model), *options]
+    code, seen = on_a_terminal(command, env, f"ready: http://127.0.0.1:{port}/v1")
+    assert code == 0, seen
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen)
+    assert re.search(r"tiny-c-\S+: loading the model: libraries +\S+ ", drawn), drawn
+    assert drawn.index("loading the model") < drawn.index("ready: ")
+    assert "loading" not in drawn[drawn.rindex(": ready") :]

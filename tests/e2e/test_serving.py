@@ -112,24 +112,31 @@ def test_chat(client: OpenAI, reference: Reference):
 
 
 def test_three_choices_have_right_indices_and_usage(client: OpenAI, reference: Reference):
+    """Sampled: three that are alike could change places unnoticed."""
     prompt = exactly(reference, 40)
-    want = reference.generate(prompt, 20)
-    options = {"max_tokens": 20, "n": 3}
+    options = {"max_tokens": 20, "temperature": 1.0, "seed": 11, "extra_body": {"ignore_eos": True}}
 
-    plain = complete(client, prompt, **options)
-    ids, _, finishes, usage = streamed(
-        complete(client, prompt, stream=True, stream_options={"include_usage": True}, **options),
+    first = complete(client, prompt, n=1, **options).choices[0].token_ids
+    pair = complete(client, prompt, n=2, **options)
+    plain = complete(client, prompt, n=3, **options)
+    ids, texts, finishes, usage = streamed(
+        complete(
+            client, prompt, n=3, stream=True, stream_options={"include_usage": True}, **options
+        ),
         choices=3,
     )
 
     assert [c.index for c in plain.choices] == [0, 1, 2]
-    assert [c.token_ids for c in plain.choices] == [want] * 3
-    assert ids == [want] * 3
-    assert finishes == [plain.choices[0].finish_reason] * 3
+    assert len({tuple(c.token_ids) for c in plain.choices}) == 3
+    assert plain.choices[0].token_ids == first
+    assert [c.token_ids for c in plain.choices[:2]] == [c.token_ids for c in pair.choices]
+    assert ids == [c.token_ids for c in plain.choices]
+    assert texts == [c.text for c in plain.choices]
+    assert finishes == ["length"] * 3
     for counted in (plain.usage, usage):
         assert counted.prompt_tokens == 40
-        assert counted.completion_tokens == 3 * len(want)
-        assert counted.total_tokens == 40 + 3 * len(want)
+        assert counted.completion_tokens == 3 * 20
+        assert counted.total_tokens == 40 + 3 * 20
 
 
 def test_sampled_choices_differ_and_repeat_with_the_seed(client: OpenAI):

@@ -15,6 +15,7 @@ import yaml
 from e2e.cluster import build, envtest
 from e2e.cluster.envtest import EnvTest, Kube
 from pd_operator import alerts, flags
+from scripts import chart_values
 from scripts.chart import CHART, ROOT
 from tests.foreign import MONITORING
 
@@ -74,9 +75,11 @@ def test_examples_are_valid(server: Kube, values: Path) -> None:
     objects = rendered("-f", str(values))
     text = yaml.safe_dump_all(objects)
     server.kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", input=text)
+    called = yaml.safe_load(values.read_text()).get("nameOverride", "pdcluster")
     for one in objects:
         labels = one["metadata"]["labels"]
-        assert labels["app.kubernetes.io/name"] == "pdcluster-operator"
+        assert labels["app.kubernetes.io/name"] == f"{called}-operator"
+        assert labels["app.kubernetes.io/part-of"] == "pdcluster"
         assert labels["app.kubernetes.io/managed-by"] == "Helm"
         scoped = one["kind"] not in (
             "CustomResourceDefinition",
@@ -156,6 +159,12 @@ REFUSED = {
     "dashboards.labels.a=1": "at '/dashboards/labels/a': got number, want string",
     "monitors.runbooks=wiki": "at '/monitors/runbooks': 'wiki' does not match pattern",
     "metrics.rules=true": "at '/metrics/rules': got boolean, want object",
+    "affinity.podAffinty.a=b": "at '/affinity': additional properties 'podAffinty' not allowed",
+    "resources.limit.cpu=1": "at '/resources': additional properties 'limit' not allowed",
+    "tolerations[0].effect=Never": "at '/tolerations/0/effect': value must be one of",
+    "topologySpreadConstraints[0].maxSkew=1": (
+        "at '/topologySpreadConstraints/0': missing properties 'topologyKey', 'whenUnsatisfiable'"
+    ),
 }
 
 
@@ -164,6 +173,52 @@ def test_unknown_and_wrong_values_are_refused(wrong: str) -> None:
     with pytest.raises(AssertionError) as refused:
         rendered("--set", wrong)
     assert REFUSED[wrong] in str(refused.value)
+
+
+OTHERWISE: dict[str, Any] = {
+    "crds.enabled": False,
+    "affinity": {"podAffinity": {}},
+    "extraArgs": ["--resync-s=1"],
+    "image.digest": f"sha256:{'1' * 64}",
+    "image.pullPolicy": "Always",
+    "imagePullSecrets": [{"name": "other"}],
+    "logLevel": "error",
+    "monitors.runbooks": "https://other.example",
+    "networkPolicies.clients": [{"podLabels": {"a": "b"}}],
+    "networkPolicies.monitors": [{"podLabels": {"a": "b"}}],
+    "rdmaResource": "other/rdma",
+    "resources": {"requests": {"cpu": 3}},
+    "tolerations": [{"operator": "Exists"}],
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+}
+"""Another value than the default, where a type doesn't say one."""
+
+
+LEAVES = {
+    ".".join(one.path): one
+    for one in chart_values.leaves(chart_values.read((ROOT / CHART / "values.yaml").read_text()))
+}
+EVERYTHING = ROOT / CHART / "ci" / "everything-values.yaml"
+
+
+def other(one: chart_values.Value) -> Any:
+    """A value that neither the chart's own nor that of the everything example is."""
+    now: Any = yaml.safe_load(EVERYTHING.read_text())
+    for name in one.path:
+        now = now.get(name, {}) if isinstance(now, dict) else {}
+    now = one.default if now in ({}, []) else now
+    if isinstance(now, dict):
+        return {"other": "value"}
+    return {bool: lambda: not now, int: lambda: now + 1, str: lambda: "other"}[type(now)]()
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_each_value_changes_what_is_made(name: str) -> None:
+    value = OTHERWISE[name] if name in OTHERWISE else other(LEAVES[name])
+    base = ["-f", str(EVERYTHING)]
+    assert rendered(*base, "--set-json", f"{name}={json.dumps(value)}") != rendered(*base)
 
 
 def values(name: str) -> list[dict[str, Any]]:

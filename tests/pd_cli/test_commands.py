@@ -1,5 +1,6 @@
 """The commands without a cluster: help, validate with every kind of bad file, the examples."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pd_cli.main import main
+from pd_cli.main import _COMMANDS, main
 from pd_operator import api
 from pd_operator.local import support
 from tests.pd_operator.objects import document
@@ -25,14 +26,12 @@ def cli(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize(
-    "command", ["serve", "up", "status", "validate", "down", "logs", "quickstart", "estimate"]
-)
+@pytest.mark.parametrize("command", _COMMANDS)
 def test_help(command: str) -> None:
     code, said = cli(command, "--help")
     assert code == 0
     assert f"Usage: main {command}" in said
-    assert command in cli("--help")[1]
+    assert f"  {command} " in cli("--help")[1]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -67,6 +66,37 @@ def test_a_valid_file(tmp_path: Path) -> None:
     file = tmp_path / "chat.yaml"
     file.write_text(yaml.safe_dump(document()))
     assert cli("validate", "-f", str(file)) == (0, f"{file}: PDCluster chat is valid\n")
+
+
+def test_a_valid_file_for_programs(tmp_path: Path) -> None:
+    file = tmp_path / "chat.yaml"
+    changes = {"spec.model.source": {"image": "a:b"}, "spec.model.maxModelLen": 20000}
+    file.write_text(yaml.safe_dump(document(**changes)))
+    code, said = cli("validate", "-f", str(file), "-o", "json")
+    found = json.loads(said)
+    assert (code, found["name"], found["valid"], found["errors"]) == (0, "chat", True, [])
+    noted = {one["path"] for one in found["notes"]}
+    assert noted == {f"spec.{role}.engine.kvCacheTokens" for role in ("prefill", "decode")}
+    assert [one["path"] for one in found["lackingHere"]] == ["spec.model.source.image"]
+
+
+def test_mistakes_for_programs(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(yaml.safe_dump(document(**{"spec.prefill.replicas": -1})))
+    code, said = cli("validate", "-f", str(file), "-o", "json")
+    found = json.loads(said)
+    assert (code, found["valid"]) == (2, False)
+    assert found["errors"] == [
+        {
+            "path": "spec.prefill.replicas",
+            "problem": "is -1",
+            "remedy": "write a whole number from 0 to 1000",
+        }
+    ]
+    file.write_text("")
+    code, said = cli("validate", "-f", str(file), "-o", "json")
+    assert (code, json.loads(said)["valid"]) == (2, False)
+    assert "is empty" in json.loads(said)["errors"][0]["problem"]
 
 
 @pytest.mark.parametrize(("longest", "noted"), [(16385, False), (16386, True)])

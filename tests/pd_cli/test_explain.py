@@ -59,6 +59,11 @@ def test_a_recording_is_decided_again() -> None:
     assert code == 1
     assert "prefill from 9 to 4: OutOfBounds" in said
     assert "1 looks, 1 of them decided otherwise" in said
+    code, said = explain("--replay", "-", "-o", "json", stdin=json.dumps(data))
+    found = json.loads(said)
+    assert (code, found["looks"], found["different"]) == (1, 1, 1)
+    [change] = [one for one in found["changes"] if one["pool"] == "prefill"]
+    assert (change["before"], change["after"], change["reason"]) == (9, 4, "OutOfBounds")
     data["decided"] = {"prefill": [4, "OutOfBounds"], "decode": [1, "NoData"]}
     assert explain("--replay", "-", stdin=json.dumps(data))[0] == 0
 

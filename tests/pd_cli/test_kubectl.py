@@ -6,10 +6,12 @@ kubectl is played by a small program on the PATH that answers as it does.
 import asyncio
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +19,10 @@ from typing import Any
 
 import pytest
 
+from pd_cli.kubectl import complete
 from pd_operator import web
+from tests.documents import ROOT
+from tests.pd_cli.test_explain import lines
 from tests.pd_cli.test_top import state
 
 _PLAYED = """#!{python}
@@ -57,12 +62,23 @@ class Played:
         self.answers: dict[str, Any] = {}
 
     def pd(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        with self.started(*arguments) as process:
+            out, err = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    @contextmanager
+    def started(self, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
         (self._folder / "answers").write_text(json.dumps(self.answers))
-        return subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-c", "from pd_cli.kubectl import main; main()", *arguments],
             env=os.environ | {"PATH": f"{self._folder}:{os.environ['PATH']}"},
-            capture_output=True, text=True, timeout=60, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     @property
     def asked(self) -> list[str]:
@@ -140,6 +156,62 @@ def test_status_of_one_says_what_is_wrong(kubectl: Played) -> None:
 
 
 @pytest.mark.slow
+def test_status_for_programs_is_kubernetes_objects(kubectl: Played) -> None:
+    one, its_pod, event = {"status": {"conditions": [CONDITION]}}, pod("p-0"), {"reason": "Scaled"}
+    kubectl.answers = {
+        "get pdclusters": {"items": [one]},
+        "get pdcluster": one,
+        "get pods": {"items": [its_pod]},
+        "get events": {"items": [event]},
+    }
+    assert json.loads(kubectl.pd("status", "-o", "json").stdout) == {"clusters": [one]}
+    found = json.loads(kubectl.pd("status", "chat", "-n", "team", "-o", "json").stdout)
+    assert found == {"clusters": [one], "pods": [its_pod], "events": [event]}
+    assert "--namespace=team get pods -l pdcluster.dev/cluster=chat -o json" in kubectl.asked
+
+
+@pytest.mark.slow
+def test_open_tells_where(kubectl: Played) -> None:
+    kubectl.answers = {"get pods": {"items": [pod("r-0")]}, "port": 4711}
+    for arguments, said in (
+        ((), "http://127.0.0.1:4711/ until"),
+        (("-o", "json"), '"http://127.0'),
+    ):
+        with kubectl.started("open", "chat", *arguments) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline() + ("" if not arguments else process.stdout.readline())
+            assert said in line
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+
+
+COMPLETED = {
+    ("st",): ("status\t", ":4"),
+    ("status", "--out"): ("--output\t", ":4"),
+    ("status", "--output", "j"): ("json\n", ":4"),
+    ("validate", "--file", ""): ("", ":0"),
+    (): ("explain\t", ":4"),
+}
+
+
+@pytest.mark.parametrize("words", COMPLETED)
+def test_kubectl_is_told_what_may_follow(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kubectl_complete-pd", *words])
+    complete()
+    said = capsys.readouterr().out
+    first, last = COMPLETED[words]
+    assert said.startswith(first or last)
+    assert said.endswith(f"{last}\n")
+
+
+def test_kubectl_finds_what_completes() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"]["kubectl_complete-pd"] == "pd_cli.kubectl:complete"
+
+
+@pytest.mark.slow
 def test_top_goes_through_forwarded_ports(kubectl: Played) -> None:
     with router(state("chat-router-0")) as port:
         kubectl.answers = {"get pods": {"items": [pod("r-0"), pod("r-1", False)]}, "port": port}
@@ -155,6 +227,9 @@ def test_explain_reads_the_operators_logs(kubectl: Played) -> None:
     done = kubectl.pd("explain", "chat")
     assert (done.returncode, "no decision about chat" in done.stderr) == (1, True)
     assert "logs --namespace=system --tail=5000 op-0" in kubectl.asked
+    kubectl.answers["logs op-0"] = "\n".join(lines())
+    done = kubectl.pd("explain", "chat", "--last", "1", "-o", "json")
+    assert (done.returncode, json.loads(done.stdout)["scaling"]["to"]) == (0, 2)
 
 
 @pytest.mark.slow

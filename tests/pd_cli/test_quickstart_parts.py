@@ -4,6 +4,7 @@ of a request, and what a terminal shows of a model's preparation.
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -179,6 +180,48 @@ def test_a_terminal_gets_a_bar_that_goes_again() -> None:
     assert "model: weights" in file.getvalue()
     assert file.getvalue().endswith("model: ready\n")
     assert "between [the] lines" in file.getvalue()
+
+
+LOADING = ("libraries", "weights, 0 of 30", "weights, 15 of 30", "weights, 30 of 30", "warm-up")
+
+
+def load(terminal: Terminal, *pods: str) -> None:
+    for stage in LOADING:
+        for pod in pods:
+            terminal.output(pod, f"status 503, loading the model: {stage}")
+    for pod in pods:
+        terminal.output(pod, "")
+        terminal.say(pod, "ready")
+
+
+def test_a_pipe_hears_once_of_each_worker_that_loads() -> None:
+    file = StringIO()
+    load(Terminal(Console(file=file)), "p-0", "d-0")
+    assert file.getvalue().splitlines() == [
+        "p-0: loading the model", "d-0: loading the model", "p-0: ready", "d-0: ready",
+    ]  # fmt: skip
+
+
+def test_a_terminal_gets_a_bar_for_each_worker_that_loads() -> None:
+    file = StringIO()
+    terminal = Terminal(Console(file=file, force_terminal=True, width=100, highlight=False))
+    load(terminal, "p-0", "d-0")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    for pod in ("p-0", "d-0"):
+        shown = re.findall(rf"{pod}: loading the model: ([a-z-]+) \S+ +(\d+%)", drawn)
+        stages = list(dict.fromkeys(shown))
+        assert stages[-4:] == [
+            ("weights", "0%"), ("weights", "50%"), ("weights", "100%"), ("warm-up", "100%"),
+        ]  # fmt: skip
+    assert "p-0: ready\n" in drawn
+    assert drawn.endswith("\rd-0: ready\n")
+
+
+@pytest.mark.parametrize("line", ["not listening", "status 503, no router has taken it", ""])
+def test_other_answers_of_a_worker_are_no_progress(line: str) -> None:
+    file = StringIO()
+    Terminal(Console(file=file, force_terminal=True)).output("p-0", line)
+    assert file.getvalue() == ""
 
 
 def test_a_reader_that_went_away_does_no_harm() -> None:

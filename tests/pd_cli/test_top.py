@@ -2,7 +2,17 @@
 and what is said where nobody answers."""
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -118,6 +128,54 @@ def test_once_from_a_forwarded_port(run) -> None:
             again = [*("--url", f"127.0.0.1:{port}"), "-o", "json"]
             said = await asyncio.to_thread(CliRunner().invoke, top.command, again)
             assert json.loads(said.output)["requests"][0]["id"] == "r-1"
+
+    run(scenario())
+
+
+def on_a_terminal(port: int) -> tuple[int, str]:
+    """What `top` draws on a terminal until it has drawn anew, and its status after Ctrl-C."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    command = [sys.executable, "-m", "pd_cli.main", "top", "--url", f"http://127.0.0.1:{port}"]
+    process = subprocess.Popen(
+        [*command, "--every", "0.2"], stdin=its, stdout=its, stderr=its,
+        env={**os.environ, "TERM": "xterm"}, start_new_session=True,
+    )  # fmt: skip
+    os.close(its)
+    seen, until, stopped = "", time.monotonic() + 60, False
+    while time.monotonic() < until and select.select([ours], [], [], 30)[0]:
+        try:
+            seen += os.read(ours, 65536).decode(errors="replace")
+        except OSError:  # nobody has the other end any more
+            break
+        if seen.count("smollm2") >= 3 and not stopped:
+            process.send_signal(signal.SIGINT)
+            stopped = True
+    os.close(ours)
+    if not stopped:
+        process.kill()
+    return process.wait(30), seen
+
+
+def test_live_on_a_terminal(run) -> None:
+    asked = 0
+
+    def body() -> web.Page:
+        nonlocal asked
+        asked += 1
+        page = json.dumps(state(requests=[request(asked)])).encode()
+        return web.Page(page, content_type="application/json")
+
+    async def scenario() -> None:
+        async with web.serving({("127.0.0.1", 0): {"/debug/state": body}}) as [port]:
+            code, seen = await asyncio.to_thread(on_a_terminal, port)
+        assert code == 0, seen
+        screens = [one for one in seen.split("\x1b[H") if "smollm2" in one]
+        assert "d-10" in screens[0]
+        assert len(set(screens)) > 1
+        assert seen.startswith("\x1b[?1049h")
+        assert "\x1b[?1049l" in seen[-40:]
+        assert asked >= 3
 
     run(scenario())
 

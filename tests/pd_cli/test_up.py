@@ -93,7 +93,14 @@ def test_status_logs_and_down(run, tmp_path: Path) -> None:
             assert f"live page: {cluster['live_page']}" in said
             _, said = await pdcluster(tmp_path, "logs", "chat-d-")
             assert said == "serving\n"
-            assert await pdcluster(tmp_path, "down", "chat") == (0, "chat is down\n")
+            _, said = await pdcluster(tmp_path, "logs", "chat-", "-o", "json")
+            logs = {
+                one["pod"].rpartition(".")[0] or one["pod"]: one for one in json.loads(said)["logs"]
+            }
+            assert len(logs) == 3
+            assert all(one["text"] == Path(one["log"]).read_text() for one in logs.values())
+            _, said = await pdcluster(tmp_path, "down", "chat", "-o", "json")
+            assert json.loads(said) == {"ended": ["chat"]}
             assert await running.ended() == 0
             assert await pdcluster(tmp_path, "status") == (0, "no PDCluster is running\n")
             assert await pdcluster(tmp_path, "down") == (0, "no PDCluster is running\n")

@@ -8,8 +8,10 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from pd_core.work import pairs
 from pd_engine.announce import Announcer
-from pd_engine.types import PrefixChanges
+from pd_engine.metrics import Metrics
+from pd_engine.types import Batch, PrefixChanges, Row
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.slow
 class Process(engine_pb2_grpc.ControlServicer):
     """One process of a router."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: str = "") -> None:
+        self.epoch = epoch
+        self.counts: list[int] = []  # of routers, by heartbeat
         self.control_ports: list[int] = []
         self.beat = asyncio.Event()
         self.gone = asyncio.Event()
@@ -34,11 +38,15 @@ class Process(engine_pb2_grpc.ControlServicer):
     async def Announce(self, requests: AsyncIterator[pb.WorkerReport], context: Any) -> None:
         hello = await anext(aiter(requests))
         assert hello.hello.worker == "w"
-        welcome = pb.Welcome(heartbeat_s=0.05, control_ports=self.control_ports)
+        welcome = pb.Welcome(
+            heartbeat_s=0.05, control_ports=self.control_ports, router_epoch=self.epoch
+        )
         await context.write(pb.RouterNotice(welcome=welcome))
         try:
             async for report in requests:
                 assert report.HasField("heartbeat")
+                self.counts.append(report.heartbeat.routers)
+                self.load = report.heartbeat.load
                 self.beat.set()
         finally:
             self.gone.set()
@@ -50,7 +58,7 @@ def announcer(port: int) -> Announcer:
     )
     core: Any = SimpleNamespace(
         scheduler=SimpleNamespace(load=lambda: load),
-        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0),
+        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0, computed_pairs=7),
         draining=False,
         steps=0,
         step_median_s=lambda: 0.0,
@@ -63,6 +71,16 @@ def announcer(port: int) -> Announcer:
     )
 
 
+def test_attention_is_counted_by_pairs_whatever_the_chunks() -> None:
+    """100 tokens in two chunks behind 50 that are cached, and a step of decode."""
+    metrics = Metrics("m", "prefill", "w")
+    for tokens, start in ((60, 50), (40, 110), (1, 1000)):
+        row = Row(0, [0] * tokens, start, [0])
+        metrics.step(Batch(0, (row,)), 0.1)
+    assert metrics.computed_tokens == 101
+    assert metrics.computed_pairs == int(pairs(100, 50) + 1000)
+
+
 def test_each_process_of_a_router_is_told() -> None:
     async def scenario() -> None:
         processes = [Process(), Process(), Process()]
@@ -73,6 +91,35 @@ def test_each_process_of_a_router_is_told() -> None:
             async with asyncio.timeout(20):
                 for process in processes:
                     await process.beat.wait()
+                    assert process.load.computed_pairs == 7
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            for process in processes:
+                await process.server.stop(0)
+
+    asyncio.run(scenario())
+
+
+def test_heartbeats_say_how_many_routers_there_are() -> None:
+    """Each counts once, whatever addresses it has; one that goes is counted no more."""
+
+    async def scenario() -> None:
+        processes = [Process("a"), Process("a"), Process("b")]
+        ports = [await process.start() for process in processes]
+        processes[0].control_ports = ports
+        running = asyncio.create_task(announcer(ports[0]).run())
+
+        async def told(number: int) -> None:
+            while processes[0].counts[-1:] != [number]:
+                processes[0].beat.clear()
+                await processes[0].beat.wait()
+
+        try:
+            async with asyncio.timeout(20):
+                await told(2)
+                await processes[2].server.stop(0)
+                await told(1)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)

@@ -254,6 +254,7 @@ def test_warmup_measures_and_leaves_the_runner_usable(generate: Generate) -> Non
     assert runner.num_blocks == 1
     runner.warmup()
     assert runner.prefill_tokens_per_s > 0
+    assert runner.product == f"cpu x{torch.get_num_threads()}"
     walk = Walk(prompt(5), [0])
     assert finish(runner, walk, 8) == generate(prompt(5), 8)
 

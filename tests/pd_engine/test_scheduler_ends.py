@@ -258,6 +258,7 @@ def test_load_counts_requests_tokens_and_blocks() -> None:
     load = w.scheduler.load()
     assert (load.queued, load.running, load.waiting_grants) == (1, 1, 1)
     assert load.pending_tokens == 4 + 10
+    assert load.pending_pairs == (4 * 16 + 4 * 4 / 2) + 10 * 10 / 2, "16 are computed of the first"
     assert (load.kv_blocks, load.kv_active, load.kv_granted) == (20, 5, 2)
     w.finish()
     assert w.scheduler.load().running == 0

@@ -120,11 +120,13 @@ def whole(scaled: bool) -> dict[str, Any]:
     if scaled:
         pool["scaling"] = {"maxReplicas": 2}
     target = {"target": "1s"}
-    keys = {"secret": "a", "clients": [{"name": "a", "class": "a", "limits": {"burst": "1s"}}]}
+    client = {"name": "a", "class": "a", "limits": {"burst": "1s"}, "weight": 2}
+    keys = {"secret": "a", "clients": [client]}
     return {
         "slo": {"ttft": target, "tpot": target},
         "router": {
             "template": template("router"),
+            "routing": {"hedge": {}},
             "admission": {"classes": [{"name": "a", "ttft": "1s", "share": 0.5}], "limits": {}},
         },
         "security": {"apiKeys": keys},
@@ -197,6 +199,7 @@ _OWN_DEFAULTS = {
     "ttft": "no promise",
     "tpot": "no promise",
     "share": "none",
+    "after": "what prefills take of late",
     "ttl": "as long as there is room",
     "maxShare": "all that nobody needs",
     "requestsPerMinute": "no limit",

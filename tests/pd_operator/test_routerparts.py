@@ -1,12 +1,15 @@
 """Covers pd_operator.routerparts: routing and admission as flags, which the router reads."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pd_operator import api, desired
 from pd_operator.podparts import Settings
 from pd_operator.podspec import router_template
+from pd_router import routing as router_routing
 from pd_router import settings as router_settings
 from tests.pd_operator.objects import SETTINGS, document, rendered
 
@@ -20,6 +23,17 @@ def flags(**spec: Any) -> tuple[str, ...]:
 def test_defaults_make_no_flags() -> None:
     assert flags() == ()
     assert flags(routing={"policy": "cost", "sessionKvLimit": 0.8}, admission={}) == ()
+
+
+def test_operator_router_and_crd_know_the_same_policies() -> None:
+    crd = yaml.safe_load(Path("crds/pdcluster.dev_pdclusters.yaml").read_text())
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for name in ("spec", "router", "routing", "policy"):
+        schema = schema["properties"][name]
+    assert tuple(schema["enum"]) == router_routing.POLICIES
+    for policy in router_routing.POLICIES:
+        given = flags(routing={"policy": policy})
+        assert given == (() if policy == "cost" else (f"--policy={policy}",))
 
 
 def test_tracing_is_the_routers() -> None:
@@ -67,6 +81,46 @@ def test_the_router_reads_what_is_written() -> None:
     assert read.promises.limit.burst_s == 5
 
 
+@pytest.mark.parametrize(
+    ("written", "after_s", "share"),
+    [
+        ({}, None, 0.05),
+        ({"after": "500ms"}, 0.5, 0.05),
+        ({"after": "2s", "budget": 0.1}, 2.0, 0.1),
+    ],
+)
+def test_hedges_are_asked_for(written: dict[str, Any], after_s: float | None, share: float) -> None:
+    places = ["--model=m", "--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    assert router_settings.parse(places).routing.hedge is None
+    read = router_settings.parse([*flags(routing={"hedge": written}), *places])
+    assert read.routing.hedge is not None
+    assert (read.routing.hedge.after_s, read.routing.hedge.share) == (after_s, share)
+
+
+@pytest.mark.parametrize(
+    ("pools", "hold_s"),
+    [
+        ({"prefill": 0, "decode": 0}, 90.0),
+        ({"prefill": 1, "decode": 0}, 90.0),
+        ({"prefill": 0, "decode": 1}, 0.0),  # decode computes prompts itself meanwhile
+        ({"prefill": None, "decode": None}, 0.0),  # replicas
+    ],
+)
+def test_requests_wait_for_pools_that_may_go_to_zero(
+    pools: dict[str, int | None], hold_s: float
+) -> None:
+    slo = {"ttft": {"target": "1s"}, "tpot": {"target": "60ms"}}
+    changes: dict[str, Any] = {"spec.slo": slo}
+    for role, fewest in pools.items():
+        scaling = {"mode": "SLO", "minReplicas": fewest, "maxReplicas": 2}
+        fields = {"replicas": 1} if fewest is None else {"scaling": scaling}
+        changes[f"spec.{role}"] = {"startTimeout": "90s", **fields}
+    [container] = router_template(api.parse(document(**changes)), SETTINGS)["spec"]["containers"]
+    given = [one for one in container["args"] if "$(" not in one]
+    places = ["--router-name=r", "--http=a:1", "--admin=a:2", "--control=a:3"]
+    assert router_settings.parse([*given, *places]).hold_s == hold_s
+
+
 def test_a_promise_between_tokens_is_that_of_the_default_class() -> None:
     def read(**spec: Any) -> router_settings.Settings:
         given = api.parse(document(**{"spec.slo": {"tpot": {"target": "60ms"}}, **spec}))
@@ -83,7 +137,7 @@ def test_api_keys_come_from_a_mounted_secret() -> None:
     keys = {
         "secret": "chat-keys",
         "clients": [
-            {"name": "team-a", "class": "vip", "limits": {"requestsPerMinute": 30}},
+            {"name": "team-a", "class": "vip", "limits": {"requestsPerMinute": 30}, "weight": 2},
             {"name": "Team_b.key"},
         ],
     }
@@ -106,7 +160,8 @@ def test_api_keys_come_from_a_mounted_secret() -> None:
     assert mount == {"name": "api-keys", "mountPath": str(read.api_keys), "readOnly": True}
     assert volume["secret"] == {"secretName": "chat-keys", "optional": True}
     client = read.promises.clients["team-a"]
-    assert client.sla == "vip"
+    assert (client.sla, client.weight) == ("vip", 2)
+    assert read.promises.weight_of("Team_b.key") == 1
     assert read.promises.limit_of("team-a").requests_per_minute == 30
     assert read.promises.clients["Team_b.key"].sla is None
     assert "subPath" not in mount  # it would never change

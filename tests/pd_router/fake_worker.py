@@ -138,6 +138,8 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.answers_as = self.epoch
         self.binds = 0
         self._announcing: asyncio.Task[None] | None = None
+        self.counts_routers = True  # older ones don't
+        self.announced_at = 0
         self.port = 0
 
     # ---- life ---------------------------------------------------------------------------
@@ -223,6 +225,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
             bundle_hash=self.bundle_hash,
             revision=self.revision,
             prefill_tokens_per_s=self.tokens_per_s,
+            product="NVIDIA H100 PCIe",
             shares_prefixes=True,
         )
 
@@ -246,6 +249,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                     self.refusals.append(welcome.refusal.reason)
                 return
             self._reset = True
+            self.announced_at += 1
             notices = asyncio.create_task(self._notices(call))
             try:
                 while True:
@@ -253,6 +257,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                     await call.write(pb.WorkerReport(heartbeat=self._heartbeat()))
                     await asyncio.sleep(welcome.welcome.heartbeat_s)
             finally:
+                self.announced_at -= 1
                 notices.cancel()
                 await asyncio.gather(notices, return_exceptions=True)
 
@@ -272,7 +277,11 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         reset, self._reset = self._reset, False
         gained, self.gained = self.gained, []
         return pb.Heartbeat(
-            state=self.state, load=self.load, prefix_reset=reset, prefix_gained=gained
+            state=self.state,
+            load=self.load,
+            prefix_reset=reset,
+            prefix_gained=gained,
+            routers=self.announced_at if self.counts_routers else 0,
         )
 
     def known_prefix(self, tokens: Sequence[int]) -> list[bytes]:

@@ -78,6 +78,7 @@ class PlayedWorkers:
         self._callbacks: list[Callable[[Bundle], None]] = []
         self.settling = asyncio.Event()
         self.settling.set()
+        self.came = asyncio.Event()
 
     def ready(self) -> bool:
         return self.is_ready
@@ -87,6 +88,9 @@ class PlayedWorkers:
 
     async def settled(self) -> None:
         await self.settling.wait()
+
+    async def decoding(self) -> None:
+        await self.came.wait()
 
     def bundle(self) -> Bundle | None:
         return self.current

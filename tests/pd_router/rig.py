@@ -11,6 +11,7 @@ from pd_core.failures import Failure
 from pd_proto.tls import Certificates
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
+from pd_router.routing import Routing
 from pd_router.session import RunningGeneration, Sessions
 from pd_router.types import FinishReason, GenerateRequest, Sampling, Timeline
 from pd_router.workers import Workers, WorkersConfig
@@ -96,6 +97,7 @@ class Hooks:
     """Counts what sessions tell."""
 
     retries: list[Failure] = field(default_factory=list)
+    hedges: list[bool] = field(default_factory=list)  # whether each was first
     ends: list[tuple[Timeline, Failure | None]] = field(default_factory=list)
     arrivals: list[GenerateRequest] = field(default_factory=list)
 
@@ -104,6 +106,9 @@ class Hooks:
 
     def on_retry(self, failure: Failure) -> None:
         self.retries.append(failure)
+
+    def on_hedge(self, *, won: bool) -> None:
+        self.hedges.append(won)
 
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
         self.ends.append((timeline, failure))
@@ -174,6 +179,7 @@ async def rig(
     walk: WalkConfig | None = None,
     admission: AdmissionConfig | None = None,
     certificates: Certificates | None = None,
+    routing: Routing | None = None,
     **config: Any,
 ) -> AsyncIterator[Rig]:
     """A router without its HTTP side."""
@@ -181,7 +187,7 @@ async def rig(
     workers = Workers(WorkersConfig(model=MODEL, router="router-0", **options), certificates)
     port = await workers.start("127.0.0.1", 0)
     hooks = Hooks()
-    sessions = Sessions(workers, Admission(admission), walk, hooks)
+    sessions = Sessions(workers, Admission(admission), walk, hooks, routing)
     made = Rig(workers, sessions, hooks, f"127.0.0.1:{port}")
     try:
         yield made

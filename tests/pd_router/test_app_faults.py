@@ -15,6 +15,7 @@ from pd_router import answer, app
 from pd_router.types import Limits
 from tests import client
 from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says, tiny_bundle
+from tests.pd_router.test_hold import held
 
 pytestmark = pytest.mark.slow
 
@@ -319,13 +320,14 @@ def test_requests_wait_for_the_first_bundle() -> None:
             waiting = [asyncio.create_task(post(r, ask())) for _ in range(3)]
             done, _ = await asyncio.wait(waiting, timeout=0.05)
             assert not done
-            assert "held_requests" in r.metrics.expose().decode()
+            assert held(r) == (3.0, 3)
             r.sessions.script = says([])
             r.workers.bring(tiny_bundle())
             for task in waiting:
                 response = await task
                 assert response.status == 200
                 await response.close()
+            assert held(r) == (0.0, 0)
 
     go(scenario())
 

@@ -1,6 +1,5 @@
-"""What a router keeps stays bounded: distinct prompts and sessions, tenants, idle clients."""
+"""What a router keeps stays bounded: distinct prompts and sessions, tenants."""
 
-import asyncio
 import tracemalloc
 from dataclasses import replace
 
@@ -12,10 +11,7 @@ from pd_router.fleet import WorkerId
 from pd_router.policy import Exclusions, Placement, place
 from pd_router.prefixes import PrefixIndex, PromptHashes
 from pd_router.routing import Chance
-from tests.pd_router.http_rig import MODEL, go, rig, says
 from tests.pd_router.test_costs import NEED, big_d, big_p
-
-IDLE = 1000
 
 
 def _serve(numbers: range, index: PrefixIndex, admission: Admission) -> None:
@@ -58,24 +54,3 @@ def test_distinct_prompts_and_sessions_leave_memory_flat() -> None:
     kept = 2 * 2_000 * 250 + 10_000 * 800
     assert after - before < kept
     assert index.count(WorkerId("p-0", "e")) == index.count(WorkerId("p-1", "e")) == 2_000
-
-
-@pytest.mark.slow
-def test_idle_connections_harm_nobody() -> None:
-    async def body() -> None:
-        async with rig() as r:
-            opened = [
-                asyncio.open_connection(r.http.host, r.http.port, limit=1024) for _ in range(IDLE)
-            ]
-            idle = await asyncio.gather(*opened)
-            r.sessions.script = says(r.tokens("yes"))
-            async with r.client() as client:
-                for _ in range(20):
-                    answer = await client.chat.completions.create(
-                        model=MODEL, messages=[{"role": "user", "content": "hi"}], max_tokens=4
-                    )
-                    assert answer.choices[0].message.content == "yes"
-            for _, writer in idle:
-                writer.transport.abort()
-
-    go(body(), 60)

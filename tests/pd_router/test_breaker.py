@@ -106,3 +106,45 @@ def test_an_engine_that_doesnt_count_steps() -> None:
     silent = replace(BUSY, steps=0)
     assert not progress.heartbeat(silent, silent, 1.0)
     assert progress.heartbeat(silent, replace(silent, pending_tokens=50), 2.0)
+
+
+def test_half_of_the_last_outcomes_failed_is_too_much() -> None:
+    for outcomes in ("fffff", "sfsfsfsfsf", "ssssssssssfffff", "sssssfffff"):
+        breaker = Breaker()
+        verdicts = [outcome(breaker, one, i) for i, one in enumerate(outcomes)]
+        assert verdicts == [False] * (len(outcomes) - 1) + [True], outcomes
+    for outcomes in ("ffff", "ffffssssssf", "sssf" * 20):
+        breaker = Breaker()
+        assert not any(outcome(breaker, one, i) for i, one in enumerate(outcomes)), outcomes
+
+
+def outcome(breaker: Breaker, one: str, at: float) -> bool:
+    return breaker.failed(1.0, at) if one == "f" else breaker.succeeded(probe=False)
+
+
+def test_what_failed_at_one_moment_counts_once() -> None:
+    breaker = Breaker()
+    assert not any(breaker.failed(1.0, 7.0) for _ in range(50))
+
+
+def test_a_shared_fault_counts_in_part() -> None:
+    breaker = Breaker()
+    assert [breaker.failed(0.5, at) for at in range(10)] == [False] * 9 + [True]
+
+
+def test_after_failures_only_a_probe_that_was_computed_closes_it() -> None:
+    breaker = Breaker()
+    breaker.trip("it fails", 0.0, faulty=True)
+    breaker.alive(2.0)
+    breaker.sent()
+    assert not breaker.moved(), "a grant, or another failure, shows nothing"
+    assert not breaker.succeeded(probe=False), "sent before it opened"
+    assert breaker.failed(1.0, 3.0)
+    breaker.trip("it fails", 3.0, faulty=True)
+    breaker.alive(6.9)
+    assert breaker.state is State.OPEN
+    breaker.alive(7.0)
+    breaker.sent()
+    assert breaker.succeeded(probe=True)
+    assert breaker.state is State.CLOSED
+    assert not any(breaker.failed(1.0, at) for at in range(8, 12)), "it starts anew"

@@ -1,7 +1,10 @@
 """Covers costs, routing, affinity and what worker views learn: predictions in seconds, the
 choice whether to disaggregate, sessions, several routers, and the policies by name."""
 
+import random
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from pd_core.estimate import LINKS, Link
 from pd_router import affinity
-from pd_router.costs import Costs, soonest
+from pd_router.costs import Costs, outlook, soonest
 from pd_router.fleet import LoadReport, WorkerView, routers_seen
 from pd_router.policy import Exclusions, Need, Placement, place
 from pd_router.routing import POLICIES, Chance, Routing
@@ -35,6 +38,7 @@ def put(
     cached: dict[str, int] | None = None,
     routing: Routing | None = None,
     chance: Chance | None = None,
+    blocks: tuple[bytes, ...] = (),
 ) -> Placement:
     known = cached or {}
     found = place(
@@ -42,6 +46,7 @@ def put(
         workers,
         lambda w: known.get(w.id.name, 0),
         Exclusions(),
+        block_hash=lambda size, block: blocks[block] if size and block < len(blocks) else None,
         routing=routing or Routing(),
         chance=chance or Chance(),
     )
@@ -180,11 +185,74 @@ def test_routers_that_know_the_same_do_not_herd() -> None:
         assert "7" not in {name[-1] for name in chosen}, "never the worst of two"
 
 
+def test_two_routers_draw_among_equals_and_one_takes_the_lowest() -> None:
+    workers = [*[big_p(n) for n in range(4)], *[big_d(n) for n in range(4)]]
+    rng = random.Random(1)
+    many = [put(*workers, chance=Chance(rng.getrandbits(48), n, 2.0)) for n in range(200)]
+    for side in ("decode", "prefill"):
+        chosen = Counter(getattr(one, side).name for one in many)
+        assert len(chosen) == 4
+        assert max(chosen.values()) <= 80, chosen
+    alone = {names(put(*workers, chance=Chance(rng.getrandbits(48), n))) for n in range(50)}
+    assert alone == {("d-0", "p-0")}
+
+
 def test_drawn_workers_do_not_hide_a_cached_prefix() -> None:
     workers = [*[big_p(n) for n in range(8)], big_d(0)]
     for lot in range(50):
         found = put(*workers, cached={"p-5": 1900}, chance=Chance(lot, lot, 8.0))
         assert names(found) == ("d-0", "p-5")
+
+
+def homes(blocks: tuple[bytes, ...], *workers: WorkerView, **options: Any) -> set[str | None]:
+    """Where 50 choices of 8 routers send prompts that begin so."""
+    chances = [Chance(lot * 2654435761, lot, 8.0) for lot in range(50)]
+    found = [put(*workers, blocks=blocks, chance=chance, **options) for chance in chances]
+    return {names(one)[1] for one in found}
+
+
+def test_a_new_prefix_goes_where_every_router_sends_it() -> None:
+    workers = [*[big_p(n) for n in range(8)], big_d(0)]
+    assert len(homes((), *workers)) > 3, "prompts without a whole block go anywhere"
+    each = [homes((b"prefix-%d" % n,), *workers) for n in range(60)]
+    assert all(len(one) == 1 for one in each)
+    counts = Counter(name for one in each for name in one)
+    assert len(counts) == 8, "prefixes spread"
+    assert max(counts.values()) < 20
+    alone = put(*workers, blocks=(b"prefix-0",))
+    assert {names(alone)[1]} == each[0], "one that thinks itself alone sends it there too"
+    assert "its new prefix belongs there" in alone.reason
+
+
+def test_home_may_cost_a_little() -> None:
+    workers = [*[big_p(n, tokens_per_s=1000.0) for n in range(8)], big_d(0)]
+    [home] = homes((b"x",), *workers)
+    view = next(w for w in workers if w.id.name == home)
+    view.load = replace(view.load, pending_tokens=50)  # a fortieth of the prompt
+    assert homes((b"x",), *workers) == {home}
+    view.load = replace(view.load, pending_tokens=1500)
+    assert home not in homes((b"x",), *workers)
+
+
+def test_what_all_have_says_nothing_of_home() -> None:
+    """A system prompt that every worker has: what comes behind it decides."""
+    workers = [*[big_p(n) for n in range(8)], big_d(0)]
+    system = {f"p-{n}": 4 for n in range(8)}
+    each = [homes((b"system", b"talk-%d" % n), *workers, cached=system) for n in range(30)]
+    assert all(len(one) == 1 for one in each)
+    assert len({name for one in each for name in one}) > 4
+    [one] = homes((b"system", b"talk-0"), *workers, cached={"p-6": 1900})
+    assert one == "p-6", "who has it goes before"
+
+
+def test_home_takes_nothing_from_who_has_a_part() -> None:
+    has, home = big_p(0, tokens_per_s=1000.0), big_p(1, tokens_per_s=1000.0)
+    workers = (has, home, big_d(0))
+    new = next(key for key in (b"%d" % n for n in range(99)) if homes((key,), *workers) == {"p-1"})
+    has.load = replace(has.load, pending_tokens=50)  # to go home would take hardly longer
+    blocks = (*[b"a"] * 50, new)
+    assert homes(blocks, *workers, cached={"p-0": 200}) == {"p-0"}
+    assert homes(blocks, *workers, cached={"p-0": 200, "p-1": 200}) == {"p-1"}
 
 
 def test_how_many_routers_there_are_shows_in_the_load() -> None:
@@ -220,6 +288,64 @@ def test_prefix_alone_goes_where_the_prefix_is() -> None:
     workers = (big_p(0, 0), big_p(1, 90_000), big_d(0))
     found = put(*workers, cached={"p-1": 16}, routing=Routing("prefix"))
     assert names(found) == ("d-0", "p-1")
+
+
+@pytest.mark.parametrize("policy", ["least_load", "prefix", "session"])
+def test_load_is_counted_in_seconds(policy: str) -> None:
+    """900 tokens are much for a slow worker, 1,000 nothing for a fast one."""
+    slow = big_p(0, 900, tokens_per_s=1_000.0)
+    fast = big_p(1, 1_000, tokens_per_s=100_000.0)
+    assert names(put(slow, fast, big_d(0), routing=Routing(policy))) == ("d-0", "p-1")
+    fast.load = replace(fast.load, pending_tokens=100_000)  # 1 s against 0.9 s
+    assert names(put(slow, fast, big_d(0), routing=Routing(policy))) == ("d-0", "p-0")
+
+
+def test_prompt_length_alone_sends_long_prompts_to_fast_workers() -> None:
+    slow, fast = big_p(0, 0, tokens_per_s=1_000.0), big_p(1, 10_000, tokens_per_s=10_000.0)
+    routing = Routing("prompt_length")
+
+    def chosen(tokens: int) -> str | None:
+        need = replace(NEED, tokens=tokens)
+        return names(put(slow, fast, big_d(0), need=need, routing=routing))[1]
+
+    assert chosen(500) == "p-0"  # 0.5 s against a second's wait
+    assert chosen(2000) == "p-1"  # 2 s against 1.2 s
+    found = put(slow, fast, big_d(0), cached={"p-0": 1900}, routing=routing)
+    assert names(found)[1] == "p-1", "by length alone"
+
+
+def test_least_outstanding_alone_counts_requests() -> None:
+    full, many, few = big_d(0, 9000), big_d(1, 10), big_d(2, 5000)
+    full.load = replace(full.load, running=3)
+    many.load = replace(many.load, running=9)
+    few.load = replace(few.load, running=1, waiting_grants=1)
+    routing = Routing("least_outstanding")
+    assert names(put(big_p(0), full, many, few, routing=routing)) == ("d-2", "p-0")
+    few.assign_decode(10, 2)  # whose prompts are computed still
+    assert names(put(big_p(0), full, many, few, routing=routing)) == ("d-0", "p-0")
+    few.report(replace(few.load, running=0, waiting_grants=0))
+    assert few.outstanding == 2, "the heartbeat knows nothing of them yet"
+
+
+def test_least_load_alone_takes_least_kv() -> None:
+    full, many = big_d(0, 9000), big_d(1, 10)
+    many.load = replace(many.load, running=9)
+    assert names(put(big_p(0), full, many, routing=Routing("least_load"))) == ("d-1", "p-0")
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.8])
+def test_session_alone_stays_while_there_is_room(limit: float) -> None:
+    workers = [*[big_p(n) for n in range(3)], *[big_d(n) for n in range(3)]]
+    routing = Routing("session", session_kv_limit=limit)
+    first = put(*workers, need=session(7), routing=routing)
+    home = next(w for w in workers if w.id == first.decode)
+    used = int(10_000 * limit)
+    home.load = replace(home.load, kv_free=10_000 - used + 1)
+    assert names(put(*workers, need=session(7), routing=routing)) == names(first)
+    home.load = replace(home.load, kv_free=10_000 - used)
+    moved = put(*workers, need=session(7), routing=routing)
+    assert moved.decode != first.decode
+    assert moved.prefill == first.prefill
 
 
 def test_wrong_settings_are_told() -> None:
@@ -269,3 +395,35 @@ def test_the_outlook() -> None:
     workers = [p(0, 500, tokens_per_s=1000), p(1, 100, tokens_per_s=100), d(0)]
     assert soonest(workers) == (0.5, 1100.0)
     assert soonest([d(0, tokens_per_s=50)]) == (0.0, 50.0)
+
+
+def test_the_outlook_where_decode_has_no_room() -> None:
+    """100 blocks; `need` takes 10 of them, and a request keeps its room for 5 s."""
+    need, prefill = Need(tokens=36, output_tokens=4), p(0, 500, tokens_per_s=1000)
+    assert need.reserve_blocks(d(0)) == 10
+
+    def ahead(*decodes: WorkerView) -> tuple[float, float]:
+        return outlook([prefill, *decodes], need, work=36.0)
+
+    assert ahead(d(0, 90, stay_s=5.0)) == (0.5, 1000.0), "it fits"
+    full = d(0, 100, stay_s=5.0)  # gives 20 blocks back a second: room for two requests
+    assert ahead(full) == (pytest.approx(1.5 * 0.5), 72.0)
+    full.load = replace(full.load, waiting_grants=5)
+    assert ahead(full) == (pytest.approx(1.5 * 3.0), 72.0)
+    assert ahead(full, d(1, 50)) == (0.5, 1000.0), "another has room"
+    assert ahead(replace(full, stay_s=0.0)) == (0.5, 1000.0), "nobody knows: nobody is refused"
+    full.load = replace(full.load, waiting_grants=0)
+    full.assign_decode(50, 5)
+    assert ahead(full) == (pytest.approx(1.5 * 3.0), 72.0), (
+        "those that were sent since the heartbeat count"
+    )
+    assert outlook([prefill, full])[0] == pytest.approx(1.5 * 51 / 20), "whatever comes next"
+
+
+def test_a_stay_is_the_mean_of_late() -> None:
+    view = d(0)
+    view.stayed(4.0)
+    assert view.stay_s == 4.0
+    for _ in range(200):
+        view.stayed(2.0)
+    assert view.stay_s == pytest.approx(2.0, abs=0.01)

@@ -16,7 +16,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_core.sketch import from_json
-from pd_proto.v1 import engine_pb2 as pb
 from pd_router import live, merged, page
 from pd_router.crew import Member as Process
 from pd_router.metrics import Metrics
@@ -24,11 +23,11 @@ from pd_router.settings import Member, parse
 from pd_router.signals import Queued
 from pd_router.types import Timeline
 from tests import client
-from tests.pd_router.fake_worker import FakeKv, FakeWorker
+from tests.pd_router.fake_worker import FakeKv
 from tests.pd_router.http_rig import go
 from tests.pd_router.test_settings import NEEDED
+from tests.pd_router.whole_rig import Tiny
 from tests.ports import free_ports
-from tests.tiny_model import tiny_model_dir
 
 # ---- what several tell as one ------------------------------------------------------------
 
@@ -175,16 +174,6 @@ async def crew(http: int, admin: int, control: int) -> AsyncIterator[Site]:
         if running.returncode is None:
             running.kill()
         await running.wait()
-
-
-class Tiny(FakeWorker):
-    """A worker with a real tokenizer, told at both processes."""
-
-    def bundle(self) -> pb.TokenizerBundle:
-        text = (tiny_model_dir() / "tokenizer.json").read_bytes()
-        return pb.TokenizerBundle(
-            bundle_hash=self.bundle_hash, tokenizer_json=text, eos_token_ids=[2], vocab_size=512
-        )
 
 
 @asynccontextmanager

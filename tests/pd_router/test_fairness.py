@@ -38,6 +38,16 @@ def test_work_counts_not_requests() -> None:
     assert 44 <= got["short"] <= 46
 
 
+def test_weights_share_the_work_out() -> None:
+    queue = FairQueue((ONE,))
+    for number in range(100):
+        queue.push(Ticket(f"a{number}", ONE, "three", work=5, weight=3.0))
+        queue.push(Ticket(f"b{number}", ONE, "one", work=5))
+        queue.push(Ticket(f"c{number}", ONE, "half", work=5, weight=0.5))
+    got = Counter(taken(queue, 90))
+    assert got == {"three": 60, "one": 20, "half": 10}
+
+
 def test_who_was_away_has_saved_up_nothing() -> None:
     queue = FairQueue((ONE,))
     for number in range(50):
@@ -89,6 +99,18 @@ def test_tokens_and_a_request_larger_than_the_bucket() -> None:
     assert limits.take("a", 1, 91.0) == 0.0
 
 
+def test_what_was_not_used_comes_back() -> None:
+    limits = RateLimits(lambda _: RateLimit(tokens_per_minute=600, burst_s=10))
+    assert limits.take("a", 1000, 0.0) == 0.0, "a prompt, and as much as fits the context"
+    limits.give_back("a", 950)
+    assert limits.take("a", 50, 0.0) == 0.0, "fifty of a hundred were used"
+    assert limits.take("a", 1, 0.0) == pytest.approx(0.1)
+    limits.give_back("a", 10_000)
+    assert limits.take("a", 100, 0.0) == 0.0
+    assert limits.take("a", 1, 0.0) > 0, "never more than the bucket holds"
+    limits.give_back("nobody", 5)
+
+
 def test_tenants_are_bounded() -> None:
     limits = RateLimits(lambda _: RateLimit(requests_per_minute=1))
     for number in range(MAX_TENANTS + 100):
@@ -104,8 +126,10 @@ def test_the_document() -> None:
                 {"name": "vip", "priority": 5, "ttft": 0.5, "tpot": 0.05, "share": 0.5},
             ],
             "limits": {"requestsPerMinute": 100, "burstSeconds": 10},
+            "clients": {"a": {"weight": 2.5}, "b": {"class": "vip"}},
         }
     )
+    assert [promises.weight_of(name) for name in ("a", "b", "nobody")] == [2.5, 1.0, 1.0]
     assert promises.tightest_ttft_s == 0.5
     assert promises.named(None) == SlaClass("std", ttft_s=2, share=0.3)
     assert promises.named("vip") == SlaClass("vip", 5, 0.5, 0.05, 0.5)
@@ -127,6 +151,7 @@ def test_the_document() -> None:
         ({"classes": 3}, "classes"),
         ({"limits": {"requestsPerMinute": "x"}}, "limits.requestsPerMinute"),
         ({"limits": []}, "limits"),
+        ({"clients": {"a": {"weight": 0}}}, "clients.a.weight"),
     ],
 )
 def test_a_wrong_document_is_told(document: dict[str, Any], says: str) -> None:

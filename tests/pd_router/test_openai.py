@@ -44,6 +44,14 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"} | fields]}
 
 
+PART = "messages[0].content[0]"
+UNKNOWN = "unknown_parameter"
+
+
+def text_part(**fields: Any) -> dict[str, Any]:
+    return message(content=[{"type": "text", "text": "hi"} | fields])
+
+
 # ---- what is taken ---------------------------------------------------------------------
 
 
@@ -168,6 +176,8 @@ def test_content_as_parts_and_an_answer_sent_back() -> None:
                 "audio": None,
             },
             {"role": "user", "content": "", "name": "bob"},
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            {"role": "assistant", "content": None, "refusal": "never"},
         ]
     )
     assert ask.messages == (
@@ -175,6 +185,8 @@ def test_content_as_parts_and_an_answer_sent_back() -> None:
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": ""},
         {"role": "user", "content": "", "name": "bob"},
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": "never"},
     )
 
 
@@ -231,6 +243,15 @@ def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
         (message(content=[{"type": "text"}]), "messages[0].content[0].text", None),
         (message(content=[{"type": "text", "text": 1}]), "messages[0].content[0].text", None),
         (message(content=[{"type": "image_url", "image_url": {}}]), None, "invalid_value"),
+        (text_part(cache_control={"type": "ephemeral"}), f"{PART}.cache_control", UNKNOWN),
+        (text_part(nonsense=None), f"{PART}.nonsense", UNKNOWN),
+        (text_part(image_url={"url": "x"}), f"{PART}.image_url", "invalid_value"),
+        (text_part(refusal="x"), f"{PART}.refusal", "invalid_value"),
+        (text_part(type="refusal"), f"{PART}.text", "invalid_value"),
+        (message(content=[{"type": "refusal"}]), f"{PART}.refusal", "missing_required_parameter"),
+        (message(annotations=[{}]), "messages[0].annotations", "unsupported_parameter"),
+        (message(refusal="no"), "messages[0].refusal", "invalid_value"),
+        (message(role="assistant", refusal="no"), "messages[0].refusal", "invalid_value"),
         (message(role="robot"), "messages[0].role", "invalid_value"),
         (message(role="function"), "messages[0].role", "unsupported_parameter"),
         (message(tool_calls=[{}]), "messages[0].tool_calls[0].function", None),

@@ -1,6 +1,9 @@
 """Covers pd_router.admission's classes against a queue of workers in simulated time: twice
-the capacity for ten minutes, a class that must not starve, displacement, early refusal."""
+the capacity for ten minutes, a class that must not starve, displacement, early refusal; and
+decode as the bottleneck."""
 
+import heapq
+import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
 
@@ -9,6 +12,9 @@ import pytest
 from pd_core.failures import Failure
 from pd_router.admission import Admission, AdmissionConfig, Outlook, Ticket, Verdict
 from pd_router.classes import Promises, SlaClass
+from pd_router.costs import Need, outlook, soonest
+from pd_router.fleet import LoadReport, WorkerView
+from tests.pd_router.test_policy import d, p
 
 HIGH = SlaClass("high", priority=10, ttft_s=1.0, share=0.4)
 LOW = SlaClass("low", priority=0, ttft_s=4.0, share=0.2)
@@ -159,3 +165,125 @@ def test_a_full_queue_makes_room_for_what_matters_more() -> None:
     assert admission.displaced() == []
     assert admission.release("runs") == []
     assert admission.admit() == ["h"]
+
+
+# ---- decode as the bottleneck ---------------------------------------------------------
+
+STAY_S = 5.0
+NEED = Need(tokens=36, output_tokens=4)
+BLOCKS = 10  # of 1000: a hundred requests at once, twenty a second
+BEAT_S = 1.0
+WARM_S = 20.0
+
+
+class DecodeSite:
+    """Prefill takes no time; a request waits for room at decode, and keeps it for about STAY_S. The
+    router knows what the last heartbeat said, and what it did itself since then."""
+
+    def __init__(self, *, sees_decode: bool = True) -> None:
+        self.admission = Admission(AdmissionConfig(promises=Promises((HIGH,))))
+        self.sees_decode = sees_decode
+        self.now = 0.0
+        self.decode: WorkerView = d(0, kv_blocks=1000)
+        self.prefill: WorkerView = p(0, tokens_per_s=1e6)
+        self.free = 1000
+        self.waiting: deque[str] = deque()
+        self.random = random.Random(7)
+        self.stays: dict[str, float] = {}
+        self.ends: list[tuple[float, str]] = []
+        self.arrived: dict[str, float] = {}
+        self.in_time = self.late = self.refused = 0
+        self._beat()
+
+    def outlook(self, need: Need | None = None) -> Outlook:
+        views = (self.prefill, self.decode)
+        return Outlook(*(outlook(views, need, 36.0) if self.sees_decode else soonest(views)))
+
+    def arrive(self, key: str) -> None:
+        ticket = Ticket(key, HIGH, "t", 36.0)
+        said = self.admission.offer(key, ticket=ticket, outlook=self.outlook(NEED), now=self.now)
+        if isinstance(said, Failure):
+            self.refused += 1
+            return
+        self.arrived[key] = self.now
+        if said is Verdict.ADMITTED:
+            self._send(key)
+
+    def tick(self) -> None:
+        before, self.now = self.now, self.now + TICK_S
+        while self.ends and self.ends[0][0] <= self.now:
+            _, key = heapq.heappop(self.ends)
+            self.free += BLOCKS
+            self.decode.end_decode(BLOCKS, 1)
+            self.decode.stayed(self.stays.pop(key))
+            self.admission.release(key)
+        self._grant()
+        if before // BEAT_S != self.now // BEAT_S:
+            self._beat()
+        while got := self.admission.admit(self.outlook, self.now, at_most=1):
+            self._send(got[0])
+        patience_s = self.admission.patience_s(HIGH)
+        for key in [k for k, at in self.arrived.items() if self.now - at > patience_s]:
+            if key not in self.waiting:  # it waits in the router
+                self.admission.release(key)
+                del self.arrived[key]
+                self.refused += 1
+
+    def _send(self, key: str) -> None:
+        self.decode.assign_decode(BLOCKS, 1)
+        self.waiting.append(key)
+        self._grant()
+
+    def _grant(self) -> None:
+        while self.waiting and self.free >= BLOCKS:
+            key = self.waiting.popleft()
+            self.free -= BLOCKS
+            stay_s = self.random.expovariate(1 / STAY_S)
+            self.stays[key] = stay_s
+            heapq.heappush(self.ends, (self.now + stay_s, key))
+            if self.now - self.arrived.pop(key) <= 1.0:
+                self.in_time += 1
+            else:
+                self.late += 1
+
+    def _beat(self) -> None:
+        self.decode.report(
+            LoadReport(
+                kv_blocks=1000,
+                kv_free=self.free,
+                running=len(self.ends),
+                waiting_grants=len(self.waiting),
+            )
+        )
+
+
+def decode_bound(rate: float, *, sees_decode: bool = True) -> DecodeSite:
+    """A minute of so many requests a second. Counts begin after a while: until the first
+    stays are over nobody knows how long they are, and what was let in by then is late."""
+    site = DecodeSite(sees_decode=sees_decode)
+    due, count = 0.0, 0
+    while site.now < WARM_S + 60:
+        if abs(site.now - WARM_S) < TICK_S / 2:
+            site.in_time = site.late = site.refused = 0
+        due += rate * TICK_S
+        while due >= 1:
+            due -= 1
+            count += 1
+            site.arrive(f"r-{count}")
+        site.tick()
+    return site
+
+
+def test_what_decode_has_no_room_for_is_refused_at_once() -> None:
+    site = decode_bound(40)
+    capacity = 60 * 1000 / BLOCKS / STAY_S
+    assert site.in_time >= 0.9 * capacity
+    assert site.late <= 0.1 * capacity
+    assert site.refused >= 0.4 * 40 * 60
+    blind = decode_bound(40, sees_decode=False)
+    assert blind.in_time < 0.3 * capacity, "prefill alone says nothing of it"
+
+
+def test_nothing_is_refused_while_decode_has_room() -> None:
+    site = decode_bound(18)
+    assert site.refused == site.late == 0

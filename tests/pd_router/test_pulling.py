@@ -116,11 +116,13 @@ def test_a_client_that_leaves_meanwhile_frees_everything(stage: str) -> None:
 
 def test_a_target_that_dies_meanwhile_is_an_attempt_that_failed() -> None:
     async def test(r: Rig, p: FakeWorker, _: FakeWorker) -> None:
-        await r.add("prefill", "p-1", tokens_per_s=SLOW)
-        p.gate("pull")
+        both = p, await r.add("prefill", "p-1", tokens_per_s=SLOW)
+        gates = [one.gate("pull") for one in both]
         request, sink, _ = r.start(prompt=PROMPT)
-        await until(lambda: p.seen.pulls)
-        await p.die()
+        await until(lambda: any(one.seen.pulls for one in both))
+        await next(one for one in both if one.seen.pulls).die()
+        for gate in gates:
+            gate.set()
         await sink.wait()
         sink.assert_right(request)
 

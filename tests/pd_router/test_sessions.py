@@ -11,7 +11,9 @@ import pytest
 from pd_core.failures import FailureKind, RequestFailure
 from pd_router.admission import AdmissionConfig
 from pd_router.classes import Promises, SlaClass
+from pd_router.hedging import Hedge
 from pd_router.moves import WalkConfig
+from pd_router.routing import Routing
 from tests.pd_router.fake_worker import FakeWorker
 from tests.pd_router.rig import Recorder, Rig, ask, rig, until
 
@@ -306,6 +308,71 @@ def test_token_0_survives_the_prefill_workers_death_after_the_seal(run: Run) -> 
             await sink.wait()
             sink.assert_right(request)
             assert generation.timeline.attempts == 1
+
+    run(body())
+
+
+@pytest.mark.parametrize("wins", ["the second", "the first"])
+def test_a_prefill_that_hangs_is_hedged(run: Run, wins: str) -> None:
+    async def body() -> None:
+        async with rig(routing=Routing(hedge=Hedge(after_s=0.05))) as r:
+            both = [await r.add("prefill", name) for name in ("p-0", "p-1")]
+            decode = await r.add("decode", "d-0")
+            gates = {worker.name: worker.gate("prefill") for worker in both}
+            request, sink, generation = r.start()
+            await until(lambda: any(w.seen.prefills for w in both), "the prompt is sent")
+            slow, other = both if both[0].seen.prefills else both[::-1]
+            slow_gate, other_gate = gates[slow.name], gates[other.name]
+            await until(lambda: other.seen.prefills, "the hedge is sent")
+            (other_gate if wins == "the second" else slow_gate).set()
+            await sink.wait()
+            sink.assert_right(request)
+            ids = [message.id.attempt for message in decode.seen.generates]
+            assert ids == [1, 2], "an attempt and a grant of its own"
+            loser = slow if wins == "the second" else other
+            await until(lambda: loser.seen.cancels, "the loser is told")
+            slow_gate.set()
+            other_gate.set()
+            await r.nothing_held()
+            assert r.hooks.hedges == [wins == "the second"]
+            assert not r.hooks.retries
+            line = generation.timeline
+            assert line.prefill_worker == (other if wins == "the second" else slow).name
+            assert f"{other.name} computed it too" in line.reason
+
+    run(body())
+
+
+def test_hedges_amplify_nothing(run: Run) -> None:
+    """Forty requests hang on every prefill worker: two of them are tried twice, not forty."""
+
+    async def body() -> None:
+        async with rig(routing=Routing(hedge=Hedge(after_s=0.05))) as r:
+            prefills = [await r.add("prefill", f"p-{i}") for i in range(2)]
+            await r.add("decode", "d-0")
+            gates = [worker.gate("prefill") for worker in prefills]
+            started = [r.start(prompt=(i, 2, 3)) for i in range(40)]
+
+            def asked() -> int:
+                return sum(len(worker.seen.prefills) for worker in prefills)
+
+            await until(lambda: asked() == 42)
+            looks = 0
+
+            def looked() -> bool:
+                nonlocal looks
+                looks += 1
+                return looks > 100
+
+            await until(looked)
+            assert asked() == 42
+            for gate in gates:
+                gate.set()
+            for request, sink, _ in started:
+                await sink.wait()
+                sink.assert_right(request)
+            await r.nothing_held()
+            assert len(r.hooks.hedges) >= 2
 
     run(body())
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pd_core.identity import Identity, Part
@@ -20,6 +21,7 @@ from pd_router import settings
 from pd_router.settings import Address, Settings, parse
 from tests.ports import free_ports
 
+FEW = 200  # descriptors
 NEEDED = ["--model=m", "--router-name=r-0", "--http=[::1]:80", "--admin=a:1", "--control=b:0"]
 
 
@@ -71,7 +73,8 @@ def test_wrong_flags_are_told(flag: str, says: str, capsys: pytest.CaptureFixtur
 @contextmanager
 def router(http: int, admin: int, control: int) -> Iterator[subprocess.Popen[str]]:
     at = "127.0.0.1"
-    command = [sys.executable, "-m", "pd_router", "--model=m", "--router-name=r-0"]
+    command = ["/bin/sh", "-c", f'ulimit -Sn {FEW}; exec "$@"', "few"]  # as services start
+    command += [sys.executable, "-m", "pd_router", "--model=m", "--router-name=r-0"]
     command += [f"--http={at}:{http}", f"--admin={at}:{admin}", f"--control={at}:{control}"]
     root = Path(__file__).parents[2]
     paths = [str(root / "runtime"), str(root / "proto"), os.environ.get("PYTHONPATH", "")]
@@ -126,6 +129,8 @@ def test_a_process_serves_and_ends_when_told(number: signal.Signals) -> None:
         status, body = get(http, "/ready")
         assert (status, json.loads(body)["error"]["code"]) == (503, "no_workers")
         assert json.loads(get(admin, "/debug/workers")[1]) == {"workers": []}
+        soft, hard = psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)
+        assert soft == hard > FEW
         process.send_signal(number)
         assert process.wait(10) == 0
         for port in (http, admin, control):

@@ -1,127 +1,26 @@
 """The walk, step by step: who is told what, and when, for each rule of the protocol."""
 
-from dataclasses import dataclass, field
-
 import pytest
 
 from pd_core.failures import Failure, FailureKind
 from pd_router.fleet import WorkerId
 from pd_router.moves import (
-    Action,
     CancelSide,
     CloseSide,
-    Committed,
     Done,
     Fail,
-    Granted,
     OpenDecode,
     OpenPrefill,
-    Prefilled,
     Retried,
     Side,
     Token,
     WalkConfig,
 )
-from pd_router.policy import Exclusions, Need, Placement, Unplaced
-from pd_router.types import FinishReason, GenerateRequest, Sampling, Timeline
-from pd_router.walk import Walk
+from pd_router.policy import Exclusions, Need, Unplaced
+from pd_router.types import FinishReason
+from tests.pd_router.walk_driver import D0, D1, GRANT, P0, P1, PROMPT, Driver, failure, first, kinds
 
-P0, P1 = WorkerId("p-0", "e"), WorkerId("p-1", "e")
-D0, D1 = WorkerId("d-0", "e"), WorkerId("d-1", "e")
-PROMPT = (1, 2, 3)
-GRANT = Granted(b"secret", prefix_tokens=16, wait_s=0.5, kv_address="kv:1")
-
-
-def first(
-    choices: int = 1, index: int = 0, finish: FinishReason | None = None
-) -> tuple[Token, ...]:
-    return tuple(Token(c, index, 100 * c + index, finish) for c in range(choices))
-
-
-def failure(kind: FailureKind) -> Failure:
-    return Failure(kind, "as told")
-
-
-@dataclass
-class Driver:
-    """A walk, its time, and the places that the next attempts get, in turn."""
-
-    choices: int = 1
-    max_tokens: int = 10
-    config: WalkConfig = field(default_factory=WalkConfig)
-    places: list[tuple[WorkerId, WorkerId | None] | Unplaced] = field(
-        default_factory=lambda: [(D0, P0), (D1, P1), (D0, P0), (D1, P1), (D0, P0), (D1, P1)]
-    )
-    now: float = 100.0
-    decode_at: WorkerId | None = None
-    asked: list[tuple[Need, Exclusions, tuple[int, ...]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        request = GenerateRequest(
-            "r", PROMPT, self.choices, Sampling(max_tokens=self.max_tokens), deadline_s=600.0
-        )
-        self.line = Timeline("r", accepted=self.now, prompt_tokens=len(PROMPT))
-        self.walk = Walk(request, self._place, self.line, self.config)
-
-    def _place(
-        self,
-        need: Need,
-        exclusions: Exclusions,
-        token_ids: tuple[int, ...],
-        decode_at: WorkerId | None,
-    ) -> Placement | Unplaced:
-        self.decode_at = decode_at
-        self.asked.append((need, exclusions.copy(), token_ids))
-        place = self.places.pop(0)
-        if isinstance(place, Unplaced):
-            return place
-        return Placement(place[0], place[1], blocks=1, compute_tokens=3, reason="because")
-
-    def start(self) -> list[Action]:
-        return self.walk.start(self.now)
-
-    def granted(self, attempt: int = 1, event: Granted = GRANT) -> list[Action]:
-        return self.walk.granted(Side(attempt, False), event, self.now)
-
-    def prefilled(
-        self, tokens: tuple[Token, ...], attempt: int = 1, *, here: bool = False, cached: int = 2
-    ) -> list[Action]:
-        event = Prefilled(tokens, cached, queue_s=0.1, prefill_s=0.2, transport="tcp")
-        return self.walk.prefilled(Side(attempt, not here), event, self.now)
-
-    def committed(self, tokens: tuple[Token, ...], attempt: int = 1) -> list[Action]:
-        event = Committed(tokens, cached_tokens=2, kv_bytes=64, transfer_s=0.3)
-        return self.walk.committed(Side(attempt, False), event, self.now)
-
-    def token(
-        self, index: int, choice: int = 0, attempt: int = 1, finish: FinishReason | None = None
-    ) -> list[Action]:
-        token = Token(choice, index, 100 * choice + index, finish)
-        return self.walk.token(Side(attempt, False), token, self.now)
-
-    def failed(self, kind: FailureKind, attempt: int = 1, *, prefill: bool = False) -> list[Action]:
-        return self.walk.failed(Side(attempt, prefill), failure(kind), self.now)
-
-    def tick(self, after_s: float) -> list[Action]:
-        self.now += after_s
-        return self.walk.tick(self.now)
-
-    def to_decode(self) -> None:
-        """Through the first attempt up to the commit."""
-        self.start()
-        self.granted()
-        self.prefilled(first(self.choices))
-        self.committed(first(self.choices))
-
-    def retry(self) -> OpenDecode:
-        """The next attempt, after the back-off."""
-        (opened,) = self.tick(1.0)
-        assert isinstance(opened, OpenDecode)
-        return opened
-
-
-def kinds(actions: list[Action]) -> list[type]:
-    return [type(action) for action in actions]
+FAULTS = (FailureKind.STEP_FAILED, FailureKind.TRANSFER_FAILED, FailureKind.INTERNAL)
 
 
 def test_the_straight_line() -> None:
@@ -380,6 +279,36 @@ def test_some_failures_are_final(kind: FailureKind) -> None:
     w = Driver()
     w.start()
     assert w.failed(kind) == [CloseSide(Side(1, False)), Fail(failure(kind))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "expected"),
+    [
+        (FailureKind.STEP_FAILED, True, [(P0,)]),
+        (FailureKind.STEP_FAILED, False, [(D0,)]),
+        (FailureKind.INTERNAL, False, [(D0,)]),
+        (FailureKind.TRANSFER_FAILED, True, [(D0, P0)]),
+        (FailureKind.TRANSFER_FAILED, False, [(D0, P0)]),
+        *((kind, False, []) for kind in FailureKind if kind not in FAULTS),
+    ],
+)
+def test_whose_fault_it_was(
+    kind: FailureKind, prefill: bool, expected: list[tuple[WorkerId, ...]]
+) -> None:
+    w = Driver()
+    w.start()
+    w.granted()
+    w.failed(kind, prefill=prefill)
+    assert w.blamed == expected
+
+
+def test_a_request_that_fails_wherever_it_goes_is_itself_to_blame() -> None:
+    w = Driver()
+    w.start()
+    w.failed(FailureKind.STEP_FAILED)
+    w.retry()
+    w.failed(FailureKind.STEP_FAILED, 2)
+    assert w.blamed == [(D0,)]
 
 
 def test_what_an_attempt_learns() -> None:

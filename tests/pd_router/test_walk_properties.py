@@ -22,6 +22,7 @@ plans = st.builds(
     deadline_s=st.sampled_from([0.05, 1.0, 60.0]),
     cancel_at=st.none() | st.floats(0.0, 3.0),
     max_retries=st.integers(0, 4),
+    hedge_after_s=st.sampled_from([None, 0.02, 0.5, 3.0]),
     stops=stops,
 )
 
@@ -42,6 +43,20 @@ def test_without_faults_it_is_done_at_the_first_attempt(
     world.check_end()
     assert isinstance(world.ends[0], Done)
     assert world.timeline.attempts == 1
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_with_hedges_nobody_waits_for_a_silent_prefill(seed: int, choices: int) -> None:
+    """One prefill worker takes everything and says nothing for ever: the other is asked long
+    before it's given up, and what it says is what goes out."""
+    world = World(Plan(seed, 2, 2, 0, choices, 5, 0.0, 0.3, hedge_after_s=0.5))
+    world.silent = next(iter(world.views))
+    began = world.now
+    world.run()
+    world.check_end()
+    assert isinstance(world.ends[0], Done)
+    assert world.now - began < world.config.prefill_wait_s
+    assert world.hedged in ([], [True])
 
 
 @given(st.integers(0, 2**32), st.integers(1, 3))

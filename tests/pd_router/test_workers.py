@@ -13,8 +13,10 @@ import pytest
 from pd_core.failures import FailureKind
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
-from pd_router.fleet import WorkerView
+from pd_router import affinity
+from pd_router.fleet import Role, WorkerView
 from pd_router.moves import WalkConfig
+from pd_router.prefixes import PromptHashes
 from pd_router.types import Bundle, Limits
 from pd_router.workers import Workers, WorkersConfig
 from tests.pd_router.fake_worker import FakeWorker
@@ -32,6 +34,51 @@ def view_of(r: Rig, fake: FakeWorker) -> WorkerView:
 
 def entry_of(r: Rig, name: str) -> dict[str, Any]:
     return next(entry for entry in r.workers.snapshot() if entry["worker"] == name)
+
+
+def test_speeds_by_length_are_learned_from_heartbeats(run: Run) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            worker = await r.add("prefill", "p-0")
+            view = view_of(r, worker)
+            assert view.product == "NVIDIA H100 PCIe"
+            load, tokens = worker.load, 0
+            for number in range(1, 30):
+                tokens = 1000 * (1 + number % 5)
+                worker.steps += 1
+                load.busy_s += 1e-4 * tokens + 1e-8 * tokens * tokens / 2
+                load.computed_tokens += tokens
+                load.computed_pairs += tokens * tokens // 2
+                load.pending_pairs = number
+                await until(lambda n=number: view.load.pending_pairs == n)
+            assert view.fit.speed is not None
+            assert view.fit.speed.token_s == pytest.approx(1e-4, rel=0.05)
+            assert view.fit.speed.pair_s == pytest.approx(1e-8, rel=0.05)
+            assert view.pending_pairs == 29
+
+    run(body())
+
+
+def test_new_prefixes_go_to_their_homes(run: Run) -> None:
+    async def body() -> None:
+        async with rig() as r:
+            for number in range(4):
+                await r.add("prefill", f"p-{number}")
+            await r.add("decode", "d-0")
+            prefillers = [v for v in r.workers.views() if v.role is Role.PREFILL]
+            seen = set()
+            for first in range(6):
+                prompt = (first, *range(40))
+                key = PromptHashes(prompt).at(prefillers[0].block_tokens, 0)
+                assert key is not None
+                home = affinity.owner(key, prefillers)
+                assert home is not None
+                line = await r.complete(prompt=prompt)
+                assert line.prefill_worker == home.id.name
+                seen.add(home.id.name)
+            assert len(seen) > 1
+
+    run(body())
 
 
 def test_a_new_router_waits_for_a_worker_that_decodes(run: Run) -> None:
@@ -326,6 +373,70 @@ def test_a_late_worker_is_left_alone_then_probed(run: Run) -> None:
             assert entry_of(r, "w-0")["breaker"] == "closed"
             assert [f.kind for f in r.hooks.retries] == [FailureKind.WORKER_LATE]
             assert "no step seen" in r.hooks.retries[0].message
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("role", "stage"), [("both", "generate"), ("prefill", "prefill"), ("decode", "decode")]
+)
+def test_a_worker_that_fails_fast_gets_only_probes_until_it_works(
+    run: Run, role: str, stage: str
+) -> None:
+    async def body() -> None:
+        async with rig(walk=QUICK) as r:
+            bad, good = [await r.add(role, f"w-{i}") for i in range(2)]
+            for other in {"both": (), "prefill": ("decode",), "decode": ("prefill",)}[role]:
+                await r.add(other, f"o-{other}")
+            bad.fail(stage, FailureKind.STEP_FAILED, times=10_000)
+            for number in range(60):  # each prompt begins anew, and may belong to either
+                await r.complete(prompt=tuple(range(number, number + 10)))
+            tried = len(bad.seen.prefills if role == "prefill" else bad.seen.generates)
+            assert 5 <= tried <= 15, "five open the breaker, a few may have been probes"
+            entry = entry_of(r, "w-0")
+            assert entry["breaker"] != "closed"
+            assert "as told" in (entry["why_unusable"] or "as told")
+            assert entry_of(r, good.name)["breaker"] == "closed"
+            bad.fail_next.clear()
+            await until(lambda: r.usable(bad), "it may be probed")
+            for number in range(60):
+                await r.complete(prompt=tuple(range(number, number + 10)))
+                if entry_of(r, "w-0")["breaker"] == "closed":
+                    break
+            else:
+                pytest.fail("it works, and nobody noticed")
+            await r.nothing_held()
+
+    run(body())
+
+
+def test_a_requests_own_fault_counts_against_nobody(run: Run) -> None:
+    async def body() -> None:
+        async with rig(walk=QUICK) as r:
+            workers = [await r.add("both", f"w-{i}") for i in range(2)]
+            for worker in workers:
+                worker.fail("generate", FailureKind.INVALID_REQUEST, times=20)
+            for _ in range(40):
+                _, sink, _ = r.start()
+                await sink.wait()
+            assert not any(one.fail_next["generate"] for one in workers[:1])
+            assert all(r.usable(worker) for worker in workers)
+
+    run(body())
+
+
+def test_where_all_fail_somebody_still_tries(run: Run) -> None:
+    async def body() -> None:
+        async with rig(walk=QUICK) as r:
+            workers = [await r.add("both", f"w-{i}") for i in range(2)]
+            for worker in workers:
+                worker.fail("generate", FailureKind.INTERNAL, times=100)
+            for _ in range(30):
+                _, sink, _ = r.start()
+                await sink.wait()
+                assert sink.failure is not None
+                assert sink.failure.kind is FailureKind.INTERNAL, "no worker is usable?"
+            assert r.workers.ready()
 
     run(body())
 

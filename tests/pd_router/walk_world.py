@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 from pd_core.failures import Failure, FailureKind
 from pd_core.kv import KvForm
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
+from pd_router.hedging import Hedge, Hedging
 from pd_router.moves import (
     Action,
+    Blamed,
     CancelSide,
     CloseSide,
     Committed,
     Done,
     Fail,
     Granted,
+    Hedged,
     OpenDecode,
     OpenPrefill,
     Prefilled,
@@ -67,6 +70,7 @@ class Plan:
     deadline_s: float = 60.0
     cancel_at: float | None = None
     max_retries: int = 3
+    hedge_after_s: float | None = None  # None: no hedges
     stops: tuple[int | None, ...] = ()  # by choice: the index at which the model stops
 
 
@@ -94,6 +98,9 @@ class World:
     finished: set[int] = field(default_factory=set)
     tries: dict[int, int] = field(default_factory=dict)
     ends: list[Action] = field(default_factory=list)
+    silent: WorkerId | None = None  # a prefill worker that says nothing
+    hedges: int = 0
+    hedged: list[bool] = field(default_factory=list)
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -123,7 +130,9 @@ class World:
             worker_wait_s=8.0,
             stale_choice_s=0.03,
         )
-        self.walk = Walk(self.request, self._place, self.timeline, self.config)
+        after_s = self.plan.hedge_after_s
+        self.hedging = Hedging(None if after_s is None else Hedge(after_s))
+        self.walk = Walk(self.request, self._place, self.timeline, self.config, self.hedging)
 
     # ---- running --------------------------------------------------------------------------
 
@@ -354,6 +363,10 @@ class World:
                 assert talk.over or talk.committed, f"{side} closed while it holds something"
             case Retried():
                 pass
+            case Blamed(workers=workers):
+                assert workers, "a fault of nobody"
+            case Hedged(won=won):
+                self.hedged.append(won)
             case Done() | Fail():
                 assert not any(not t.dropped for t in self.sides.values()), "ended with open sides"
                 self.ends.append(action)
@@ -369,6 +382,8 @@ class World:
         assert token.choice not in self.finished, "a token after the finish"
         assert token.index == len(out), "indices must be contiguous"
         assert token.token == model_token(token.choice, token.index)
+        attempts = {s.side.attempt for s in self._open(token.choice)}
+        assert len(attempts) <= 1, "two attempts are still open for a choice that has tokens"
         out.append(token.token)
         if token.finish is not None:
             self.finished.add(token.choice)
@@ -377,8 +392,13 @@ class World:
         assert action.side not in self.sides
         assert not action.side.prefill
         assert 0 < action.deadline_s <= self.plan.deadline_s
+        if action.hedge:
+            self._check_hedge(action)
         for choice in action.choices:
             assert choice not in self.finished
+            if action.hedge:
+                continue
+            assert not self._open(choice), "two attempts at once, and no hedge"
             self.tries[choice] = self.tries.get(choice, 0) + 1
             assert self.tries[choice] <= 1 + self.plan.max_retries, "an attempt too many"
             out = tuple(self.delivered.get(choice, []))
@@ -391,6 +411,18 @@ class World:
         delay_s = self.random.uniform(0.0, 0.05)
         self.at(delay_s, lambda: self._serve_decode(talk, action.prefill_here))
 
+    def _open(self, choice: int) -> list[_Side]:
+        return [s for s in self.sides.values() if choice in s.choices and not s.dropped]
+
+    def _check_hedge(self, action: OpenDecode) -> None:
+        self.hedges += 1
+        assert self.hedging.running == 1, "one at a time, of one request"
+        assert action.prefill is not None, "a hedge is a second prefill"
+        first = [s for s in self._open(action.choices[0]) if s.side.prefill]
+        assert len(first) == 1
+        assert first[0].worker != action.prefill, "elsewhere"
+        assert first[0].choices == action.choices
+
     def _open_prefill(self, action: OpenPrefill) -> None:
         assert action.side.attempt in self.granted, "no prefill without a grant"
         decode = Side(action.side.attempt, prefill=False)
@@ -401,6 +433,8 @@ class World:
         self.sides[action.side] = talk
         if action.worker not in self.views:  # died since it was chosen
             self._fail(talk, FailureKind.WORKER_LOST)
+            return
+        if action.worker == self.silent:
             return
         delay_s = self.random.uniform(0.0, 0.1)
         self.at(delay_s, lambda: self._serve_prefill(talk))
@@ -418,4 +452,6 @@ class World:
         assert all(talk.dropped for talk in self.sides.values())
         if self.ends and isinstance(self.ends[0], Done):
             assert self.finished == set(range(self.plan.choices))
+        assert self.hedging.running == 0
+        assert len(self.hedged) == self.hedges
         assert self.timeline.attempts == len([s for s in self.sides if not s.prefill])

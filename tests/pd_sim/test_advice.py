@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pd_core.estimate import LINKS, link
+from pd_core.gpus import GPUS
 from pd_core.known_models import KNOWN_MODELS
 from pd_sim import perf
 from pd_sim.advice import (
@@ -26,7 +27,7 @@ from pd_sim.scalers import Fixed, Goal
 from pd_sim.simulation import run
 from pd_sim.trace import Trace, read
 
-PERF = perf.from_data_sheet(KNOWN_MODELS["llama-3-8b"], perf.GPUS["h100"], 1)
+PERF = perf.from_data_sheet(KNOWN_MODELS["llama-3-8b"], GPUS["h100"], 1)
 FAST = LINKS["rdma-400g"]
 
 

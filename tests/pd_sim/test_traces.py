@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_core.gpus import GPUS
 from pd_core.known_models import KNOWN_MODELS
 from pd_sim import perf, trace
 
@@ -56,9 +57,7 @@ def test_faster_is_so_many_times_the_load() -> None:
 def test_a_roofline_goes_through_what_was_measured() -> None:
     steps = {1: 0.030, 16: 0.033, 64: 0.050}
     prompts = {128: 0.05, 1024: 0.105, 2048: 0.2, 8192: 0.9}
-    made = perf.fit(
-        KNOWN_MODELS["llama-2-70b"], perf.GPUS["h100"], 4, perf.Measured(prompts, steps)
-    )
+    made = perf.fit(KNOWN_MODELS["llama-2-70b"], GPUS["h100"], 4, perf.Measured(prompts, steps))
     for tokens, seconds in prompts.items():
         assert made.prompt_s(tokens) == pytest.approx(seconds, rel=0.15)
     for batch, seconds in steps.items():
@@ -68,11 +67,11 @@ def test_a_roofline_goes_through_what_was_measured() -> None:
 
 
 def test_attention_grows_with_the_square() -> None:
-    made = perf.from_data_sheet(KNOWN_MODELS["llama-3-8b"], perf.GPUS["h100"], 1)
+    made = perf.from_data_sheet(KNOWN_MODELS["llama-3-8b"], GPUS["h100"], 1)
     assert made.prompt_s(128_000) > 2 * made.prompt_s(64_000)
     assert made.prompt_s(64_000, chunk_tokens=512) >= made.prompt_s(64_000)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="no room for KV"):
-        perf.from_data_sheet(KNOWN_MODELS["llama-2-70b"], perf.GPUS["l4"], 1)
+        perf.from_data_sheet(KNOWN_MODELS["llama-2-70b"], GPUS["l4"], 1)

@@ -50,7 +50,8 @@ class _Queue:
                 self._held = message
                 net.loop.call_later(0.5, self._release)
             case "stall":
-                self._clear_at = max(self._clear_at, net.now) + net.random.uniform(0.1, 5.0)
+                # Several don't add up: who waits is never more than this behind.
+                self._clear_at = max(self._clear_at, net.now + net.random.uniform(0.1, 5.0))
                 self._send(message)
 
     def end(self, *, at_once: bool = False) -> None:

@@ -21,7 +21,7 @@ from pd_engine.kv.receiver import ReceiverSettings
 from pd_engine.limits import SchedulerConfig
 from pd_engine.scheduler import Scheduler
 from pd_engine.settings import parse
-from pd_engine.transfer import ExportLimits, ImportLimits, PushHead
+from pd_engine.transfer import ExportLimits, ImportLimits, PushHead, TransferId
 from pd_engine.types import RequestKey, TokenOut
 from pd_engine.wire import kv_format
 from pd_proto.v1 import engine_pb2 as pb
@@ -51,6 +51,7 @@ class NoMetrics:
 
     busy_s = 0.0
     computed_tokens = 0
+    computed_pairs = 0
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -139,6 +140,7 @@ class Worker:
 
         self.on_committed: Callable[[], None] = lambda: None
         self._orphans: dict[RequestKey, float] = {}
+        self._given: dict[TransferId, float] = {}
 
     def start(self) -> None:
         self.loop.create_task(self._main())
@@ -263,10 +265,12 @@ class Worker:
         if plane is None:
             return
         for held in (*plane._imports._by_key.values(), *plane._exports._open.values()):
+            # A cancel that was lost (as gRPC loses none) leaves it waiting for room first.
+            given_at = self._given.setdefault(held.id, self._clock.now)
             since = ended_at(held.id.request)
             if since is None:
                 continue
-            kept_s = self._clock.now - max(since, awake_since)
+            kept_s = self._clock.now - max(since, awake_since, given_at)
             if kept_s > _KEPT_S:
                 raise Wrong(f"{self.name}: {held.id.request} ended {kept_s:.0f} s ago")
 

@@ -138,6 +138,13 @@ STORIES = {
         served(HOURS) | {kv("free"): stays(2, HOURS), kv("active"): stays(98, HOURS),
                          WAITING: stays(5, HOURS)}, HOURS, {"PDClusterKVFull"}
     ),
+    "large requests wait while a fifth is free": Story(
+        served(HOURS) | {kv("free"): stays(20, HOURS), kv("active"): stays(80, HOURS),
+                         WAITING: stays(1, HOURS)}, HOURS, {"PDClusterKVFull"}
+    ),
+    "somebody waits now and then": Story(
+        served(HOURS) | {WAITING: " ".join(["1x2 0x1"] * (HOURS // 3))}, HOURS
+    ),
     "KV is full and nobody waits": Story(
         served(HOURS) | {kv("free"): stays(2, HOURS), kv("active"): stays(98, HOURS)}, HOURS
     ),

@@ -66,7 +66,8 @@ class PodContext:
     say: Callable[[str, str], None]
     """(pod, text): something that a person wants to know."""
     output: Callable[[str, str], None]
-    """(pod, line): a line that an init container printed."""
+    """(pod, line): a line that an init container printed, or what a container that starts says
+    to its startup probe; "" when that is over."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -272,11 +273,15 @@ class Container:
         """Asks often, and counts time instead of failures."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + probe.initial_delay_s + probe.failures * probe.period_s
-        while (problem := await probe.ask(process.pid)) is not None:
-            if loop.time() >= deadline:
-                await self._kill(probe, process, f"startup probe failed: {problem}")
-                return False
-            await asyncio.sleep(min(probes.EAGER_S, probe.period_s))
+        try:
+            while (problem := await probe.ask(process.pid)) is not None:
+                self._context.output(self._context.name, problem)
+                if loop.time() >= deadline:
+                    await self._kill(probe, process, f"startup probe failed: {problem}")
+                    return False
+                await asyncio.sleep(min(probes.EAGER_S, probe.period_s))
+        finally:
+            self._context.output(self._context.name, "")
         return True
 
     async def _watch_readiness(self, probe: probes.Probe | None, pid: int) -> None:

@@ -41,7 +41,8 @@ class Listener:
         """Something that a person wants to know."""
 
     def output(self, pod: str, line: str) -> None:
-        """A line that an init container printed."""
+        """A line that an init container printed, or what a container that starts says to its
+        startup probe; "" when that is over."""
 
 
 @dataclass(frozen=True, slots=True)

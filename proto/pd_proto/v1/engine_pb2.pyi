@@ -89,7 +89,7 @@ class Capacity(_message.Message):
     def __init__(self, kv_blocks: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queued: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "shares_prefixes")
+    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "product", "shares_prefixes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Hello(_message.Message):
     BUNDLE_HASH_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PRODUCT_FIELD_NUMBER: _ClassVar[int]
     SHARES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: str
@@ -119,8 +120,9 @@ class Hello(_message.Message):
     bundle_hash: str
     revision: str
     prefill_tokens_per_s: float
+    product: str
     shares_prefixes: bool
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., shares_prefixes: _Optional[bool] = ...) -> None: ...
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., product: _Optional[str] = ..., shares_prefixes: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s", "control_ports")
@@ -174,7 +176,7 @@ class TokenizerBundle(_message.Message):
     def __init__(self, bundle_hash: _Optional[str] = ..., tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., add_bos: _Optional[bool] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "running", "waiting_grants", "pending_tokens", "kv_blocks", "kv_free", "kv_cached", "kv_active", "kv_granted", "kv_quarantined", "step_s", "steps", "busy_s", "computed_tokens")
+    __slots__ = ("queued", "running", "waiting_grants", "pending_tokens", "kv_blocks", "kv_free", "kv_cached", "kv_active", "kv_granted", "kv_quarantined", "step_s", "steps", "busy_s", "computed_tokens", "computed_pairs", "pending_pairs")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_GRANTS_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +191,8 @@ class Load(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_PAIRS_FIELD_NUMBER: _ClassVar[int]
     queued: int
     running: int
     waiting_grants: int
@@ -203,23 +207,27 @@ class Load(_message.Message):
     steps: int
     busy_s: float
     computed_tokens: int
-    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ...) -> None: ...
+    computed_pairs: int
+    pending_pairs: int
+    def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., computed_pairs: _Optional[int] = ..., pending_pairs: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("seq", "state", "load", "prefix_gained", "prefix_lost", "prefix_reset")
+    __slots__ = ("seq", "state", "load", "prefix_gained", "prefix_lost", "prefix_reset", "routers")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFIX_GAINED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_LOST_FIELD_NUMBER: _ClassVar[int]
     PREFIX_RESET_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
     seq: int
     state: WorkerState
     load: Load
     prefix_gained: _containers.RepeatedScalarFieldContainer[bytes]
     prefix_lost: _containers.RepeatedScalarFieldContainer[bytes]
     prefix_reset: bool
-    def __init__(self, seq: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prefix_gained: _Optional[_Iterable[bytes]] = ..., prefix_lost: _Optional[_Iterable[bytes]] = ..., prefix_reset: _Optional[bool] = ...) -> None: ...
+    routers: int
+    def __init__(self, seq: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prefix_gained: _Optional[_Iterable[bytes]] = ..., prefix_lost: _Optional[_Iterable[bytes]] = ..., prefix_reset: _Optional[bool] = ..., routers: _Optional[int] = ...) -> None: ...
 
 class WorkRequest(_message.Message):
     __slots__ = ("commands",)
