@@ -31,11 +31,19 @@ def steps(entry: Mapping[str, Any]) -> list[Step]:
     details = {
         "reserve": "room for the KV",
         "wait": "for its turn",
+        "pull": _pulled(line),
         "prefill": f"{line['prompt_tokens']} tokens, {computed} computed",
         "transfer": f"{_bytes(line['kv_bytes'])} of KV, {_time(line['exposed_s'])} exposed",
         "decode": f"{line['completion_tokens']} tokens",
     }
     return [Step(*one, details.get(one.name, "")) for one in stretches(entry)]
+
+
+def _pulled(line: Mapping[str, Any]) -> str:
+    if not line.get("pulled_tokens"):
+        return "came to nothing"
+    size = _bytes(line["pulled_bytes"])
+    return f"{line['pulled_tokens']} tokens, {size} from {line['pulled_from']}"
 
 
 def table(entry: Mapping[str, Any], width: int) -> Table:

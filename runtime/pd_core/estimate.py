@@ -129,7 +129,12 @@ def estimate(
     pieces = kv.layers * -(-tokens // chunk_tokens)
     prefill_s = tokens / prefill_tokens_s
     exposed = exposed_s(size, pieces, over, prefill_s)
-    return Estimate(size, size / over.bytes_s + over.round_trip_s, prefill_s, exposed)
+    return Estimate(size, carry_s(size, over), prefill_s, exposed)
+
+
+def carry_s(size_bytes: float, over: Link) -> float:
+    """So many bytes from one worker to another, with nothing computed beside it."""
+    return size_bytes / over.bytes_s + over.round_trip_s
 
 
 def exposed_s(size_bytes: float, pieces: int, over: Link, prefill_s: float) -> float:

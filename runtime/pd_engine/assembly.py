@@ -248,7 +248,7 @@ class Worker:
             memory,
             settings.worker_name,
             self._epoch,
-            self.core,
+            self.core.callbacks,
             kv_settings(settings),
             pool_fd=self._loaded.pool.fd if self._loaded.pool is not None else None,
             certificates=self._loaded.certificates,
@@ -312,4 +312,5 @@ class Worker:
             revision=settings.revision,
             prefill_tokens_per_s=runner.prefill_tokens_per_s,
             product=runner.product,
+            shares_prefixes=self.core.sharing.exact,
         )

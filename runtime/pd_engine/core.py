@@ -13,10 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
-from pd_core.kv import KvLayout
 from pd_engine import wire
 from pd_engine.intake import Intake, Needs
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane
@@ -25,6 +23,7 @@ from pd_engine.outbox import Outbox
 from pd_engine.pace import StepPace
 from pd_engine.scheduler import Scheduler
 from pd_engine.settings import Settings
+from pd_engine.sharing import ByKey, Sharing
 from pd_engine.types import (
     Advanced,
     Batch,
@@ -38,6 +37,7 @@ from pd_engine.types import (
     Row,
     SchedulerEvent,
     StepOutput,
+    StepRunner,
     TokenOut,
     Tokens,
 )
@@ -47,20 +47,6 @@ log = logging.getLogger("pd_engine.core")
 
 _POLL_S = 0.25  # deadlines are looked at so often when nothing else happens
 _STALL_S = 60.0
-
-
-class StepRunner(Protocol):
-    """What the core needs of `runner.Runner`."""
-
-    layout: KvLayout
-    vocab_size: int
-    prefill_tokens_per_s: float
-
-    def step(self, batch: Batch, on_layers: "LayerCallback | None" = None) -> StepOutput: ...
-
-
-class LayerCallback(Protocol):
-    def __call__(self, first: int, end: int) -> None: ...
 
 
 class _Abandoned(Exception):
@@ -117,6 +103,9 @@ class EngineCore:
         self._loop = asyncio.get_running_loop()
         self.draining = False
         self._stopping = False
+        self.sharing = Sharing(self, settings.kv_lease_s, settings.kv_quantization == "none")
+        self.callbacks = ByKey(self, self.sharing)
+        """For the KV plane."""
 
     # ---- streams and commands ---------------------------------------------------
 
@@ -133,6 +122,7 @@ class EngineCore:
             outbox.close()
         for key in [key for key in self._live if key[0] == number]:
             self._cancel(key)
+        self.sharing.close_stream(number)
         self._kick()
 
     def handle(self, stream: int, command: pb.Command) -> None:
@@ -142,12 +132,20 @@ class EngineCore:
             self._generate(stream, command.generate)
         elif which == "prefill":
             self._prefill(stream, command.prefill)
+        elif which == "pull":
+            self.sharing.pull((stream, command.pull.handle), self._streams[stream], command.pull)
+        elif which == "share":
+            self.sharing.share((stream, command.share.handle), self._streams[stream], command.share)
         elif which == "cancel":
             self._cancel((stream, command.cancel.handle))
+            self.sharing.cancel((stream, command.cancel.handle))
         elif which == "renew":
             self._renew((stream, handle) for handle in command.renew.handles)
         else:
             log.warning("unknown command=%s", which)
+
+    def uses(self, key: RequestKey) -> bool:
+        return key in self._live or key in self.sharing
 
     def commands_done(self) -> None:
         """Called after a message's commands: admits what can be, wakes the step loop."""
@@ -173,7 +171,7 @@ class EngineCore:
 
     def _add(self, stream: int, message: pb.Generate | pb.Prefill, live: _Live) -> None:
         key = (stream, message.handle)
-        if key in self._live:
+        if self.uses(key):
             self._refuse(live, FailureKind.INVALID_REQUEST, f"handle {message.handle} is in use")
             return
         now = time.monotonic()
@@ -553,7 +551,7 @@ class EngineCore:
         self.draining = True
         self.scheduler.drain()
         until = time.monotonic() + timeout_s
-        while self._live and time.monotonic() < until:
+        while (self._live or self.sharing.busy) and time.monotonic() < until:
             await asyncio.sleep(0.05)
         finished = not self._live
         for key, live in list(self._live.items()):

@@ -23,6 +23,15 @@ class Loan:
     missing: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Incoming:
+    """A prefix that another worker sends a copy of: what of it was here, and what is written."""
+
+    hashes: tuple[bytes, ...]
+    prefix: list[int]
+    granted: list[int]
+
+
 class Holdings:
     """The scheduler's books. A sequence is waiting, running or granted, never two of these.
 
@@ -38,6 +47,7 @@ class Holdings:
         self.granted: dict[RequestKey, Sequence] = {}  # their KV is on the way
         self.exports: dict[RequestKey, list[int]] = {}  # computed, pinned for a transfer
         self.quarantine: dict[RequestKey, list[int]] = {}
+        self.incoming: dict[RequestKey, Incoming] = {}
         self.loans: set[Loan] = set()
         self.flight: Batch | None = None
         self.steps: list[tuple[Sequence, Row]] = []  # of the batch in flight
@@ -45,7 +55,7 @@ class Holdings:
         self._deferred: list[int] = []
 
     def knows(self, key: RequestKey) -> bool:
-        return key in self.tasks or key in self.exports or key in self.quarantine
+        return any(key in one for one in (self.tasks, self.exports, self.quarantine, self.incoming))
 
     def wait(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=_BY_TURN)
@@ -162,7 +172,8 @@ class Holdings:
     @property
     def busy(self) -> bool:
         """Anybody waits for anything, or holds anything."""
-        return bool(self.tasks or self.exports or self.quarantine or self.flight or self.loans)
+        moving = self.exports or self.quarantine or self.incoming or self.loans
+        return bool(self.tasks or self.flight or moving)
 
     def decoding(self) -> tuple[bool, float | None]:
         """Whether sequences decode, and how far apart their tokens may be, in seconds."""
@@ -210,5 +221,7 @@ class Holdings:
             yield from seq.table[: seq.task.prefix_blocks]
         for blocks in self.exports.values():
             yield from blocks
+        for incoming in self.incoming.values():
+            yield from incoming.prefix
         for loan in self.loans:
             yield from loan.blocks

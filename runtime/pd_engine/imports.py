@@ -38,6 +38,7 @@ class ImportStats:
     transfer_s: float
     cached_tokens: int
     transport: str = ""
+    quantized: bool = False  # some of it: it isn't what the sender computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class _Import:
     conn: Connection | None = None
     pending: PushHead | None = None
     kv_bytes: int = 0
+    quantized: bool = False
     first_frame_at: float | None = None
 
 
@@ -165,7 +167,8 @@ class Imports:
         now: float,
     ) -> None:
         """Start a lease on `block_ids`, the blocks of the whole prompt of `token_count`
-        tokens, of which the first `prefix_blocks` hold valid KV and aren't sent."""
+        tokens, of which the first `prefix_blocks` hold valid KV and aren't sent. No choices:
+        nothing is drawn behind it, so the seal brings no first tokens."""
         if key in self._by_key or grant in self._by_grant:
             raise ValueError(f"import {key} is open already")
         blocks = self._layout.blocks_for(token_count)
@@ -174,8 +177,8 @@ class Imports:
                 f"import {key}: {token_count} tokens need {blocks} blocks, got "
                 f"{len(block_ids)} of which {prefix_blocks} are a prefix"
             )
-        if not choices or len(set(choices)) != len(choices):
-            raise ValueError(f"import {key}: choices {choices} must be distinct and not empty")
+        if len(set(choices)) != len(choices):
+            raise ValueError(f"import {key}: choices {choices} must be distinct")
         entry = _Import(
             key=key,
             grant=grant,
@@ -251,6 +254,7 @@ class Imports:
             return self._end(entry, failure, misfit)
         self._mark(entry, head.range)
         entry.kv_bytes += head.payload_bytes
+        entry.quantized = entry.quantized or bool(head.quantization)
         entry.digest.update(coverage_record(head.range, head.payload_bytes, checksum))
         if entry.missing:
             self._progress(entry, "next frame", self._limits.next_frame_s, now)
@@ -268,7 +272,8 @@ class Imports:
             return self._fail_from(entry, conn, problem)
         self._forget(entry)
         started = now if entry.first_frame_at is None else entry.first_frame_at
-        stats = ImportStats(entry.kv_bytes, now - started, head.cached_tokens)
+        took_s, quantized = now - started, entry.quantized
+        stats = ImportStats(entry.kv_bytes, took_s, head.cached_tokens, quantized=quantized)
         return [
             Committed(entry.key, head.first, stats, conn),
             Answer(conn, Verdict(head.grant, head.id, committed=True), close=False),

@@ -66,6 +66,9 @@ class Metrics:
         self._restore = seconds("kv_restore", "Reading a request's KV back into the pool")
         self._declined = counter("kv_restores_declined", "Computing was faster", "store")
         self._archive_failures = counter("kv_store_failures", "Writes and reads", "store")
+        self._copied = counter(
+            "kv_copied_tokens", "Prefix tokens copied to or from others", "direction", "outcome"
+        )
         self._failures = counter("failures", "Requests failed here, by kind", "kind")
         # From 0 on: `increase` and `rate` don't see the event that a series begins with.
         for kind in FailureKind:
@@ -131,6 +134,11 @@ class Metrics:
     def sent(self, stats: ExportStats, transport: str) -> None:
         labels = {"direction": "out", "transport": transport}
         self._bytes.labels(**self._labels, **labels).inc(stats.kv_bytes)
+
+    def copied(self, tokens: int, *, outgoing: bool, ended: str) -> None:
+        """A copy of a prefix has ended: `done` or `failed`."""
+        labels = {"direction": "out" if outgoing else "in", "outcome": ended}
+        self._copied.labels(**self._labels, **labels).inc(tokens)
 
     def restored(self, store: str, tokens: int, seconds: float) -> None:
         self._restored.labels(**self._labels, store=store).inc(tokens)

@@ -23,6 +23,7 @@ from operator import attrgetter
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_engine.blocks import BlockPool
+from pd_engine.copies import Copies
 from pd_engine.drafting import plan_tries
 from pd_engine.holdings import Holdings, Loan
 from pd_engine.limits import SchedulerConfig, due, grant_reserve, token_limit
@@ -70,6 +71,7 @@ class Scheduler:
         self.draining = False
         self.last_progress = 0.0  # when a request last got further, or ended
         self._held = Holdings(pool)
+        self.copies = Copies(self._held, cfg.max_queued)
         self._events: list[SchedulerEvent] = []
         self._arrivals = 0
         self._sequences = 0

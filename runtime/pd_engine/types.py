@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Protocol
 
 from pd_core.failures import Failure
+from pd_core.kv import KvLayout
 
 RequestKey = tuple[int, int]
 """(number of the router's stream, handle on it): unique within the process."""
@@ -196,6 +197,22 @@ class TokenOut:
     finish: Finish | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class LayerCallback(Protocol):
+    """KV of layers [first, end) of a step's rows is final."""
+
+    def __call__(self, first: int, end: int) -> None: ...
+
+
+class StepRunner(Protocol):
+    """What the core needs of `runner.Runner`."""
+
+    layout: KvLayout
+    vocab_size: int
+    prefill_tokens_per_s: float
+
+    def step(self, batch: Batch, on_layers: LayerCallback | None = None) -> StepOutput: ...
 
 
 # ---- what the scheduler reports ------------------------------------------------

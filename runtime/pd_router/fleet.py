@@ -101,6 +101,8 @@ class WorkerView:
     revision: str = ""
     load: LoadReport = LoadReport()
     usable: bool = False  # announced, not draining, linked, breaker closed
+    reachable: bool = False  # likewise, though it may drain
+    shares_prefixes: bool = False
     tokens_per_s: float = 0.0  # prefill: what it measured at its start, then in its work
     product: str = ""  # of its accelerator, as the device names itself
     fit: Fit = field(default_factory=Fit)

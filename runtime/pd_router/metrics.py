@@ -52,6 +52,7 @@ class Metrics:
         self._prefill_queue = self._histogram("prefill_queue", "Wait on the prefill worker")
         self._transfer = self._histogram("transfer", "KV transfer, first frame to seal")
         self._exposed = self._histogram("transfer_exposed", "Token 0 to all KV at decode")
+        self._pull = self._histogram("pull", "Copying a known prefix, or giving that up")
         self._total = self._histogram("request", "Request in to last byte out")
         self._requests = self._counter(
             "requests", "Answered requests", "status", "endpoint", "class"
@@ -75,6 +76,10 @@ class Metrics:
             model
         )
         self._completion_tokens = self._counter("completion_tokens", "Tokens emitted").labels(model)
+        self._pulls = self._counter("pulls", "Copies of known prefixes, by outcome", "outcome")
+        self._pulled_tokens = self._counter(
+            "pulled_tokens", "Prompt tokens whose KV was copied from another worker"
+        ).labels(model)
         self._kv_bytes = self._counter("kv_bytes", "KV bytes handed over", "transport")
         self.running = self._gauge("running_requests", "Requests in the router now")
         self.ready = self._gauge("ready", "Whether a usable pair of workers is there")
@@ -195,12 +200,22 @@ class Metrics:
         self._prefill_queue.at(prefill).observe(timeline.prefill_queue_s)
         self._prefill.at(prefill).observe(timeline.prefill_s)
         self._grant_wait.at(decode).observe(timeline.grant_wait_s)
+        if timeline.pulled_from:
+            self._pulled(timeline, prefill)
         if timeline.kv_bytes:
             self._transfer.at(decode).observe(timeline.transfer_s)
             self._exposed.at(decode).observe(timeline.exposed_s)
             self._kv_bytes.labels(self.model, timeline.transport).inc(timeline.kv_bytes)
         if timeline.tpot_s is not None:
             self._tpot.at(decode, timeline.sla).observe(timeline.tpot_s)
+
+    def _pulled(self, timeline: Timeline, pool: str) -> None:
+        """What became of copies that were to spare computing."""
+        self._pull.at(pool).observe(timeline.pull_s)
+        self._pulled_tokens.inc(timeline.pulled_tokens)
+        done = int(timeline.pulled_tokens > 0)
+        for outcome, count in (("done", done), ("computed", timeline.pulls_failed)):
+            self._pulls.labels(self.model, outcome).inc(count)
 
     def expose(self) -> bytes:
         """Prometheus' text format."""

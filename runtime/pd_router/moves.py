@@ -7,6 +7,7 @@ from typing import NamedTuple
 from pd_core.failures import Failure
 from pd_router.fleet import WorkerId
 from pd_router.policy import Exclusions, Need, Placement, Unplaced
+from pd_router.pulls import Pull
 from pd_router.types import FinishReason
 
 
@@ -109,6 +110,7 @@ class OpenDecode:
     prefill: WorkerId | None = None  # who will, once decode has granted
     prefill_tokens: int = 0
     hedge: bool = False  # beside an attempt that still runs
+    pull: Pull | None = None  # to wait for before it's sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class OpenPrefill:
     decode: WorkerId
     grant: Granted
     compute_tokens: int
+    pull: Pull | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pd_router import affinity
 from pd_router.costs import CachedTokens, Costs, Need, Prefill
 from pd_router.explain import decode_reason, local_reason, named, prefill_reason
 from pd_router.fleet import Role, WorkerId, WorkerView
+from pd_router.pulls import Pull, Pulls
 from pd_router.routing import DEFAULT, NO_CHANCE, Chance, Routing
 from pd_router.types import Considered
 
@@ -65,6 +66,7 @@ class Placement:
     compute_tokens: int  # uncached prompt tokens for whoever prefills
     reason: str
     considered: tuple[Considered, ...] = ()
+    pull: Pull | None = None  # a copy that whoever prefills gets first
 
     @property
     def expected_s(self) -> float:
@@ -95,6 +97,7 @@ def place(
 ) -> Placement | Unplaced:
     """Chooses decode (unless it's given: then it has granted already, and prefill alone is
     to be chosen) and prefill. O(workers)."""
+    workers = list(workers)
     usable = [w for w in workers if w.usable]
     decoders = [
         w
@@ -112,6 +115,8 @@ def place(
     prefillers = [w for w in usable if w.role is Role.PREFILL and w.holds(need.tokens)]
     known = _Known(cached_tokens, block_hash)
     choice = _Choice(need, usable, prefillers, known, exclusions, routing, chance)
+    if routing.policy == "cost":
+        choice.may_pull_from(workers)
     return choice.make(open_to_us, may_be_local=decode_at is None)
 
 
@@ -189,6 +194,13 @@ class _Choice:
         self._prefills: dict[WorkerId, Prefill] = {}
         self._decode_s: dict[WorkerId, float] = {}
         self._partners: dict[WorkerId, list[WorkerView]] = {}
+        self._pulls = Pulls((), known.cached_at, routing.link, None)
+
+    def may_pull_from(self, workers: Sequence[WorkerView]) -> None:
+        """A prompt's beginning may be copied from these, where that's sooner."""
+        barred = self._exclusions.barred | self._exclusions.disliked
+        holders = [w for w in workers if w.id not in barred]
+        self._pulls = Pulls(holders, self._known.cached_at, self._routing.link, self._routing.pulls)
 
     def make(self, decoders: Sequence[WorkerView], *, may_be_local: bool) -> Placement:
         ranks = [self._rank(w) for w in decoders]
@@ -341,8 +353,8 @@ class _Choice:
     def _prefill(self, worker: WorkerView) -> Prefill:
         known = self._prefills.get(worker.id)
         if known is None:
-            known = self._costs.prefill(worker, self._known.cached_at(worker))
-            self._prefills[worker.id] = known
+            alone = self._costs.prefill(worker, self._known.cached_at(worker))
+            known = self._prefills[worker.id] = self._pulls.better(alone, self._costs.prefill)
         return known
 
     # ---- both together ------------------------------------------------------------------
@@ -408,6 +420,9 @@ class _Choice:
             ways = [(o.prefill, o.ttft_s) for o in options if o.decode is decode and not o.local]
             at_home = self._homes.get(decode.id) == chosen.prefill.worker.id
             about_prefill = prefill_reason(chosen.prefill, ways, self._need.tokens, at_home)
+        pull = self._pulls.of(chosen.prefill.worker.id)
+        if pull is not None:
+            about_prefill += f"; {pull.reason}"
         return Placement(
             decode.id,
             None if chosen.local else chosen.prefill.worker.id,
@@ -415,6 +430,7 @@ class _Choice:
             chosen.prefill.compute_tokens,
             f"{about_decode}; {about_prefill}",
             tuple(_considered(option) for option in options),
+            pull,
         )
 
 

@@ -28,14 +28,17 @@ class Record:
     @property
     def why_unusable(self) -> str | None:
         """None when it may get new work."""
+        return "it drains" if self.draining else self.why_unreachable
+
+    @property
+    def why_unreachable(self) -> str | None:
+        """None when it does what it's asked to, though it may drain."""
         if self.stream is None:
             return "its announcement has ended"
         if self.lapsed:
             return "its heartbeats have ceased"
         if not self.heartbeats:
             return "no heartbeat yet"
-        if self.draining:
-            return "it drains"
         if not self.link.bound:
             return "no work stream"
         if not self.breaker.lets_through:

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple, get_args
 
 from pd_core.estimate import LINKS, Link
 from pd_router.hedging import Hedge
+from pd_router.pulls import USUAL, PullRules
 
 PolicyName = Literal[
     "cost",
@@ -41,6 +42,7 @@ class Routing:
     disaggregate: Disaggregate = "auto"  # auto: decode may compute a prompt itself if faster
     session_kv_limit: float = 0.8  # a fuller decode worker loses its sessions' next turns
     link: Link = LINKS["tcp-25g"]  # between workers, until hand-overs have shown its speed
+    pulls: PullRules | None = USUAL  # copies of cached prefixes; None: none are made
     hedge: Hedge | None = None  # a prefill that gives nothing for long is tried elsewhere too
 
     def __post_init__(self) -> None:

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from pd_core.failures import Failure, FailureKind, RequestFailure
 from pd_proto.v1 import engine_pb2 as pb
 from pd_router import wire
-from pd_router.admission import (
-    UNKNOWN,
-    Admission,
-    Outlook,
-    Ticket,
-    Verdict,
-    displaced_failure,
-)
+from pd_router.admission import UNKNOWN, Admission, Outlook, Ticket, Verdict, displaced_failure
 from pd_router.costs import Need, outlook
 from pd_router.fleet import Role, WorkerView
 from pd_router.hedging import Hedging
@@ -40,6 +33,7 @@ from pd_router.moves import (
     WalkConfig,
 )
 from pd_router.placing import RequestPlacer, first_need
+from pd_router.pulling import Pulling
 from pd_router.records import Work
 from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
@@ -269,6 +263,7 @@ class RunningGeneration:
         )
         self.walk = Walk(request, placer, self._timeline, sessions.config, sessions.hedging)
         self.works: dict[Side, Work] = {}
+        self._pulling = Pulling(sessions.workers, request, self._timeline)
         self._sampling: pb.Sampling = wire.sampling_to_pb(request.sampling)
         self._started = False
         self._over = False
@@ -382,10 +377,15 @@ class RunningGeneration:
             return
         self.works[action.side] = work
         self._promise(action)
-        if action.prefill_here:
-            work.expect_steps()
         tpot_s = self._sessions.tpot_s(self._request.sla)
-        work.send(wire.generate_to_pb(action, work.handle, self._request, self._sampling, tpot_s))
+
+        def send() -> None:
+            if action.prefill_here:
+                work.expect_steps()
+            request, sampling = self._request, self._sampling
+            work.send(wire.generate_to_pb(action, work.handle, request, sampling, tpot_s))
+
+        self._pulling.then(action, send, self.fail)
 
     def _promise(self, action: OpenDecode) -> None:
         """Counts the prompt at its prefill worker from now on, not only when decode has
@@ -420,11 +420,17 @@ class RunningGeneration:
             self._lost_at_once(action.side, action.worker.name)
             return
         self.works[action.side] = work
-        work.expect_steps()
-        work.send(wire.prefill_to_pb(action, work.handle, self._request, self._sampling, target))
+
+        def send() -> None:
+            work.expect_steps()
+            request, sampling = self._request, self._sampling
+            work.send(wire.prefill_to_pb(action, work.handle, request, sampling, target))
+
+        self._pulling.then(action, send, self.fail)
 
     def _release(self, side: Side, *, cancel: bool) -> None:
         self._keep_promise(side.attempt)
+        self._pulling.drop(side)
         work = self.works.pop(side, None)
         if work is not None:
             work.release(cancel=cancel)

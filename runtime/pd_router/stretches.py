@@ -29,6 +29,7 @@ def stretches_of(line: Mapping[str, Any], total_s: float) -> list[Stretch]:
         ("tokenize", "router", "tokenize_s"),
         ("queue", "router", "queue_s"),
         ("reserve", line["decode_worker"], "grant_wait_s"),
+        *((("pull", prefill, "pull_s"),) if line.get("pulled_from") else ()),
         ("wait", prefill, "prefill_queue_s"),
         ("prefill", prefill, "prefill_s"),
     ):

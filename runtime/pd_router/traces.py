@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 200
 _MOST = 2**63 - 1  # that the wire can tell
 _SERVICES = {
     "tokenize": ROUTER, "queue": ROUTER, "reserve": DECODE, "wait": PREFILL,
-    "prefill": PREFILL, "transfer": PREFILL, "decode": DECODE,
+    "pull": PREFILL, "prefill": PREFILL, "transfer": PREFILL, "decode": DECODE,
 }  # fmt: skip
 
 
@@ -133,6 +133,10 @@ def _of(name: str, where: str, line: Mapping[str, Any]) -> dict[str, Value]:
     if name == "tokenize":
         return {"gen_ai.usage.input_tokens": line["prompt_tokens"]}
     found: dict[str, Value] = {"pdcluster.worker": where}
+    if name == "pull":
+        found["pdcluster.pull.source"] = line["pulled_from"]
+        found["pdcluster.pull.tokens"] = line["pulled_tokens"]
+        found["pdcluster.pull.bytes"] = line["pulled_bytes"]
     if name == "prefill":
         found["pdcluster.computed_tokens"] = line["prompt_tokens"] - line["cached_tokens"]
     if name == "decode":

@@ -103,6 +103,11 @@ class Timeline:
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
     cached_tokens: int = 0  # prompt tokens that were not computed
+    pulled_from: str = ""  # a worker that was asked for a copy of the prompt's beginning
+    pulled_tokens: int = 0  # of the cached ones: copied before the prompt was computed
+    pulled_bytes: int = 0
+    pull_s: float = 0.0  # until the copy was there, or given up
+    pulls_failed: int = 0
     kv_bytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0  # of it: after token 0 had come, before decode had all

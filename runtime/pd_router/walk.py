@@ -131,6 +131,7 @@ class Walk:
                 decode=leg.placement.decode,
                 grant=event,
                 compute_tokens=leg.placement.compute_tokens,
+                pull=leg.placement.pull,
             )
         )
         return self._take()
@@ -305,6 +306,7 @@ class Walk:
                 prefill=placement.prefill,
                 prefill_tokens=0 if here else placement.compute_tokens,
                 hedge=leg.rival is not None,
+                pull=placement.pull if here else None,
             )
         )
 

@@ -66,16 +66,33 @@ def prefill_to_pb(
     return pb.Command(
         prefill=pb.Prefill(
             **_attempt(action, handle, request, sampling),
-            target=pb.KvTarget(
-                worker=decode.worker,
-                epoch=decode.epoch,
-                kv_address=action.grant.kv_address or decode.kv_address,
-                layout_hash=decode.layout_hash,
-                grant=action.grant.grant,
-                prefix_tokens=action.grant.prefix_tokens,
-            ),
+            target=_kv_target(action.grant, decode),
             lease_s=_LEASE_S,
         )
+    )
+
+
+def pull_to_pb(handle: int, of: pb.TransferId, hashes: tuple[bytes, ...]) -> pb.Command:
+    return pb.Command(pull=pb.Pull(handle=handle, id=of, hashes=hashes))
+
+
+def share_to_pb(
+    handle: int, of: pb.TransferId, hashes: tuple[bytes, ...], grant: Granted, target: pb.Hello
+) -> pb.Command:
+    """`target`: how the worker that takes the copy announced itself."""
+    share = pb.Share(handle=handle, id=of, hashes=hashes, lease_s=_LEASE_S)
+    share.target.CopyFrom(_kv_target(grant, target))
+    return pb.Command(share=share)
+
+
+def _kv_target(grant: Granted, worker: pb.Hello) -> pb.KvTarget:
+    return pb.KvTarget(
+        worker=worker.worker,
+        epoch=worker.epoch,
+        kv_address=grant.kv_address or worker.kv_address,
+        layout_hash=worker.layout_hash,
+        grant=grant.grant,
+        prefix_tokens=grant.prefix_tokens,
     )
 
 

@@ -349,6 +349,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             product=hello.product,
             kv_token_bytes=hello.kv_format.block_bytes / hello.kv_format.block_tokens,
             kv_layers=max(hello.kv_format.layers, 1),
+            shares_prefixes=hello.shares_prefixes,
         )
         callbacks = LinkCallbacks(
             changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
@@ -412,7 +413,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
     def _refresh(self, record: Record) -> None:
         """Whether it may get new work, after anything that bears on it has changed."""
         was_usable = record.view.usable
-        record.view.usable = record.why_unusable is None and record.view.id in self._records
+        known = record.view.id in self._records
+        record.view.usable = known and record.why_unusable is None
+        record.view.reachable = known and record.why_unreachable is None
         if record.view.usable and not was_usable:
             if record.view.role is not Role.PREFILL:
                 self._settled.set()
@@ -422,7 +425,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     def _remove(self, worker: WorkerId, reason: str) -> None:
         record = self._records.pop(worker)
-        record.view.usable = False
+        record.view.usable = record.view.reachable = False
         self.prefixes.forget(worker)
         self._choose_bundle()
         log.info("worker=%s epoch=%s removed: %s", worker.name, worker.epoch, reason)
@@ -470,7 +473,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if late is not None:
             record.breaker.trip(late, now)
             self._move_on(record, late)
-        elif view.usable != (record.why_unusable is None):
+        elif (view.usable, view.reachable) != (
+            record.why_unusable is None,
+            record.why_unreachable is None,
+        ):
             self._refresh(record)
 
     def _move_on(self, record: Record, why: str) -> None:

@@ -120,6 +120,18 @@ def test_the_steps_of_a_request() -> None:
     assert found["decode"].seconds == pytest.approx(1.55)
 
 
+def test_a_copy_of_its_beginning_comes_before_the_prompt() -> None:
+    copy = {
+        "pulled_from": "q-d-1-0", "pulled_tokens": 32, "pulled_bytes": 1 << 20, "pull_s": 0.05,
+    }  # fmt: skip
+    found = {step.name: step for step in timeline.steps(entry(**copy))}
+    assert found["pull"].where == "q-p-1-0"
+    assert found["pull"].detail == "32 tokens, 1.0 MiB from q-d-1-0"
+    assert found["pull"].start_s < found["wait"].start_s < found["prefill"].start_s
+    late = {step.name: step for step in timeline.steps(entry(**copy | {"pulled_tokens": 0}))}
+    assert late["pull"].detail == "came to nothing"
+
+
 def test_a_request_that_was_prefilled_where_it_decoded() -> None:
     steps = timeline.steps(entry(prefill_worker="", transport="", transfer_s=0.0, kv_bytes=0))
     assert "transfer" not in {step.name for step in steps}

@@ -55,7 +55,7 @@ class Engine:
             KvMemory(self.runner.kv_buffer, self.runner.layout),
             self.settings.worker_name,
             f"epoch-{self.name}",
-            self.core,
+            self.core.callbacks,
             kv_settings(self.settings),
         )
         self.core.kv_address = await plane.start("127.0.0.1", 0)

@@ -355,7 +355,6 @@ def test_renewals_do_not_excuse_a_sender_that_stopped() -> None:
         {"block_ids": (1, 2)},
         {"prefix_blocks": 4},
         {"token_count": 0, "block_ids": ()},
-        {"choices": ()},
         {"choices": (1, 1)},
     ],
 )

@@ -43,6 +43,7 @@ class FakeKv:
     """Stands for the KV plane: who waits for which grant."""
 
     waiting: dict[bytes, tuple["FakeWorker", "Job"]] = field(default_factory=dict)
+    pulls: dict[bytes, tuple["FakeWorker", "_Stream", Any]] = field(default_factory=dict)
     numbers: Any = field(default_factory=lambda: itertools.count(1))
 
 
@@ -68,6 +69,7 @@ class Job:
 class _Stream:
     replies: asyncio.Queue[pb.Event | None] = field(default_factory=asyncio.Queue)
     jobs: dict[int, Job] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -76,6 +78,8 @@ class Seen:
 
     generates: list[Any] = field(default_factory=list)
     prefills: list[Any] = field(default_factory=list)
+    pulls: list[Any] = field(default_factory=list)
+    shares: list[Any] = field(default_factory=list)
     cancels: list[int] = field(default_factory=list)
     renewed: set[int] = field(default_factory=set)
     messages: int = 0
@@ -97,6 +101,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         model_hash: str = "model",
         revision: str = "r1",
         model: str = MODEL,
+        tokens_per_s: float = 1e6,
         certificates: tls.Certificates | None = None,
     ) -> None:
         self.role = role
@@ -110,6 +115,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.model_hash = model_hash
         self.revision = revision
         self.model = model
+        self.tokens_per_s = tokens_per_s
         self.certificates = certificates
         self.seen = Seen()
         self.state = pb.WORKER_STATE_READY
@@ -187,7 +193,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
     @property
     def held(self) -> int:
         """Handles that hold something here."""
-        return sum(len(stream.jobs) for stream in self._streams)
+        return sum(len(stream.jobs) + len(stream.copies) for stream in self._streams)
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -218,8 +224,9 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
             capacity=pb.Capacity(kv_blocks=self.kv_blocks, max_model_tokens=self.max_model_tokens),
             bundle_hash=self.bundle_hash,
             revision=self.revision,
-            prefill_tokens_per_s=1e6,
+            prefill_tokens_per_s=self.tokens_per_s,
             product="NVIDIA H100 PCIe",
+            shares_prefixes=True,
         )
 
     async def _announce(self, control: str) -> None:
@@ -330,6 +337,15 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
                 job = stream.jobs.get(command.cancel.handle)
                 if job is not None:
                     self._drop(job)
+                stream.copies.discard(command.cancel.handle)
+            case "pull":
+                self.seen.pulls.append(command.pull)
+                stream.copies.add(command.pull.handle)
+                self._spawn(self._pull(stream, command.pull))
+            case "share":
+                self.seen.shares.append(command.share)
+                stream.copies.add(command.share.handle)
+                self._spawn(self._share(stream, command.share))
             case "renew":
                 self.seen.renewed.update(command.renew.handles)
 
@@ -370,6 +386,43 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.kv.waiting[job.grant] = (self, job)
         granted = pb.Granted(handle=job.handle, grant=job.grant, wait_s=0.001)
         job.stream.replies.put_nowait(pb.Event(granted=granted))
+
+    async def _pull(self, stream: _Stream, message: pb.Pull) -> None:
+        await self._pass("pull")
+        if self._refused("pull", stream, message.handle):
+            return
+        grant = f"pull-{next(self.kv.numbers)}".encode()
+        self.kv.pulls[grant] = (self, stream, message)
+        granted = pb.Granted(handle=message.handle, grant=grant)
+        stream.replies.put_nowait(pb.Event(granted=granted))
+
+    async def _share(self, stream: _Stream, message: pb.Share) -> None:
+        await self._pass("share")
+        if self._refused("share", stream, message.handle):
+            return
+        stream.copies.discard(message.handle)
+        waiting = self.kv.pulls.pop(message.target.grant, None)
+        if waiting is None:
+            return
+        target, its_stream, asked = waiting
+        if asked.handle in its_stream.copies:
+            its_stream.copies.discard(asked.handle)
+            target.gained += asked.hashes
+            done = pb.Committed(handle=asked.handle, kv_bytes=1 << 20, transfer_s=0.001)
+            its_stream.replies.put_nowait(pb.Event(committed=done))
+
+    def _refused(self, stage: str, stream: _Stream, handle: int) -> bool:
+        """Cancelled meanwhile, or told to fail."""
+        if handle not in stream.copies:
+            return True
+        queue = self.fail_next.get(stage)
+        if not queue:
+            return False
+        failure = queue.popleft()
+        stream.copies.discard(handle)
+        failed = pb.Failed(handle=handle, kind=failure.kind.value, message=failure.message)
+        stream.replies.put_nowait(pb.Event(failed=failed))
+        return True
 
     async def _prefill(self, job: Job) -> None:
         await self._pass("prefill")

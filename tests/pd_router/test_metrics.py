@@ -80,6 +80,19 @@ def test_a_served_request_in_all_its_stages() -> None:
     assert value(metrics, "completion_tokens_total") == 10
 
 
+def test_copies_by_what_became_of_them() -> None:
+    metrics = Metrics(MODEL)
+    copy = {"pulled_from": "d-0", "pulled_tokens": 32, "pulled_bytes": 2048, "pull_s": 0.25}
+    metrics.generation_done(a_timeline(**SERVED | copy))
+    metrics.generation_done(a_timeline(**SERVED | copy | {"pulled_tokens": 0, "pulls_failed": 1}))
+    metrics.generation_done(a_timeline(**SERVED))
+    assert value(metrics, "pulls_total", outcome="done") == 1
+    assert value(metrics, "pulls_total", outcome="computed") == 1
+    assert value(metrics, "pulled_tokens_total") == 32
+    assert value(metrics, "pull_seconds_sum", pool="prefill") == pytest.approx(0.5)
+    assert value(metrics, "pull_seconds_count", pool="prefill") == 2
+
+
 def test_one_worker_that_does_both_is_a_pool_of_its_own() -> None:
     metrics = Metrics(MODEL)
     together = {"prefill_worker": "c-0", "decode_worker": "c-0", "kv_bytes": 0}

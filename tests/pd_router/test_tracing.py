@@ -71,6 +71,23 @@ def test_who_did_what_and_when() -> None:
     }
 
 
+def test_a_copy_of_its_beginning_is_a_span_of_its_own() -> None:
+    copy = {
+        "pulled_from": "d-0", "pulled_tokens": 32, "pulled_bytes": 2048, "pull_s": 0.25,
+    }  # fmt: skip
+    made = {one.name: one for one in traces.children(entry(LINE | copy))}
+    assert (made["pull"].service, made["pull"].start_s, made["pull"].seconds) == (
+        "prefill", pytest.approx(0.6), 0.25,
+    )  # fmt: skip
+    assert made["pull"].attributes == {
+        "pdcluster.worker": "p-0",
+        "pdcluster.pull.source": "d-0",
+        "pdcluster.pull.tokens": 32,
+        "pdcluster.pull.bytes": 2048,
+    }
+    assert made["wait"].start_s == pytest.approx(0.85)
+
+
 def test_a_prompt_computed_where_it_is_decoded_is_that_workers() -> None:
     line = LINE | {"prefill_worker": "d-0", "transport": "", "transfer_s": 0.0}
     found = [(one.name, one.service) for one in traces.children(entry(line))]

@@ -11,6 +11,7 @@ from typing import Any
 from pd_core.failures import Failure
 from pd_engine import imports
 from pd_engine.blocks import BlockPool
+from pd_engine.copies import Copies
 from pd_engine.core import EngineCore
 from pd_engine.exports import Exports
 from pd_engine.holdings import Holdings
@@ -18,6 +19,7 @@ from pd_engine.imports import Imports
 from pd_engine.kv import frames, receiver, tcp
 from pd_engine.scheduler import Scheduler
 from pd_engine.sequence import Sequence
+from pd_engine.sharing import Sharing
 from pd_router.link import Link
 from pd_router.moves import CancelSide, CloseSide, OpenDecode
 from pd_router.walk import Walk
@@ -224,6 +226,70 @@ def freed_in_flight() -> list[Change]:
     return [(Holdings, "free", free)]
 
 
+def copy_cached_before_it_came() -> list[Change]:
+    """What is set aside for a copy of a prefix is offered as that prefix at once."""
+    real = Copies.reserve
+
+    def reserve(self: Any, key: Any, hashes: Any) -> Any:
+        reserved = real(self, key, hashes)
+        if reserved is not None:
+            pool = self._held.pool
+            for block, name in zip(reserved.block_ids, hashes, strict=True):
+                if name not in pool._block_of:
+                    pool._block_of[name] = block
+                    pool._hash_of[block] = name
+        return reserved
+
+    return [(Copies, "reserve", reserve)]
+
+
+def copy_attached_unfinished() -> list[Change]:
+    """A copy that failed is taken for one that came."""
+    real = Sharing.on_import_failed
+
+    def on_failed(self: Any, key: Any, failure: Failure) -> None:
+        if key in self._host.scheduler._held.incoming:
+            self._host.scheduler.copies.attach(key)
+        real(self, key, failure)
+
+    return [(Sharing, "on_import_failed", on_failed)]
+
+
+def copy_read_while_others_write() -> list[Change]:
+    """The blocks of a prefix that is being given may be evicted meanwhile."""
+    real = Copies.pin
+
+    def pin(self: Any, key: Any, hashes: Any) -> Any:
+        blocks = real(self, key, hashes)
+        if blocks is not None:
+            self._held.release_export(key)
+        return blocks
+
+    return [(Copies, "pin", pin)]
+
+
+def copy_without_quarantine() -> list[Change]:
+    """A copy's blocks are free while a receive still writes to them."""
+    real = Copies.give_up
+
+    def give_up(self: Any, key: Any, quarantine: bool = False) -> None:
+        del quarantine
+        real(self, key)
+
+    return [(Copies, "give_up", give_up)]
+
+
+def another_prefix_is_given() -> list[Change]:
+    """Blocks of a copy are sent in another order than they were asked for."""
+    real = Copies.pin
+
+    def pin(self: Any, key: Any, hashes: Any) -> Any:
+        blocks = real(self, key, hashes)
+        return None if blocks is None else blocks[::-1]
+
+    return [(Copies, "pin", pin)]
+
+
 def no_send_deadline() -> list[Change]:
     """P waits for ever for a target that takes nothing, and for its verdict."""
     return [(Exports, "_expire", _always([]))]
@@ -252,6 +318,11 @@ MUTANTS: dict[str, Callable[[], list[Change]]] = {
         no_copy_on_write,
         freed_in_flight,
         no_send_deadline,
+        copy_cached_before_it_came,
+        copy_attached_unfinished,
+        copy_read_while_others_write,
+        copy_without_quarantine,
+        another_prefix_is_given,
     )
 }
 

@@ -48,6 +48,7 @@ class Plan:
     rpc_fault_rate: float = 0.0
     asks: tuple[Ask, ...] = ()
     upsets: tuple[Upset, ...] = ()
+    pulls: bool = False  # whatever a worker lacks of a prompt is copied from one that has it
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -69,6 +70,7 @@ class Plan:
             f"{self.draft_tokens} guesses a step); "
             f"{len(self.asks)} requests; faults {self.kv_fault_rate:g} a KV frame, "
             f"{self.rpc_fault_rate:g} a message, {len(self.upsets)} upsets"
+            f"{'; prefixes are copied' if self.pulls else ''}"
         )
 
 
@@ -78,6 +80,9 @@ def plan(seed: int) -> Plan:
     prefills, decodes = random.choice(((1, 1), (1, 2), (2, 1), (2, 2), (3, 2)))
     boths = int(random.random() < 0.15)
     asks = tuple(_asks(random))
+    pulls = seed % 3 == 1
+    if pulls:
+        asks = _with_next_turns(Random(seed ^ 0x70), asks)
     block_tokens = dict.fromkeys(("prefill", "decode", "both"), LAYOUT.block_tokens)
     if seed % 5 == 2:  # hand-overs are converted
         block_tokens |= {"prefill": random.choice((2, 3, 4, 8)), "decode": random.choice((3, 8))}
@@ -103,6 +108,7 @@ def plan(seed: int) -> Plan:
         kv_fault_rate=random.choice((0.0, 0.03, 0.15, 0.5)) if faults else 0.0,
         rpc_fault_rate=random.choice((0.0, 0.0, 0.05, 0.25)) if faults else 0.0,
         asks=asks,
+        pulls=pulls,
     )
     if not faults:
         return made
@@ -126,6 +132,29 @@ def _blocks(ask: Ask, block_tokens: int) -> int:
 def _asks(random: Random) -> list[Ask]:
     common = tuple(random.randrange(_ALPHABET) for _ in range(30))
     return [_ask(random, number, common) for number in range(random.choice((1, 2, 3, 5, 8)))]
+
+
+def _with_next_turns(random: Random, asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
+    """Most conversations go on, when routers may have heard of what workers keep of them."""
+    more: list[Ask] = []
+    for ask in asks[:3]:  # a world that is too full says little
+        old = ask.request
+        said = ask.expected[0]
+        if random.random() < 0.2 or len(old.token_ids) + len(said) > 60:
+            continue
+        own = tuple(random.randrange(_ALPHABET, VOCAB - 2) for _ in range(random.choice((1, 4, 9))))
+        prompt = (*old.token_ids, *said, *own)
+        request = GenerateRequest(
+            request_id=f"{old.request_id}b",
+            token_ids=prompt,
+            choices=1,
+            sampling=Sampling(max_tokens=5, temperature=0.0),
+            deadline_s=12.0,
+            cache_salt=old.cache_salt,
+        )
+        at_s = ask.at_s + random.choice((0.5, 1.2, 2.5)) + random.random()
+        more.append(Ask(request, at_s, None, (reference(prompt, 5, 0),)))
+    return (*asks, *more)
 
 
 def _ask(random: Random, number: int, common: tuple[int, ...]) -> Ask:

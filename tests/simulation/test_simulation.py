@@ -39,6 +39,11 @@ def test_worlds_differ_and_come_with_and_without_faults() -> None:
     assert len({made.describe() for made in plans}) == 100
 
 
+def test_prefixes_go_from_worker_to_worker_in_some() -> None:
+    worlds = [run_world(seed) for seed in range(100) if plan(seed).pulls]
+    assert sum(world.pulled for world in worlds) > 3
+
+
 def test_a_seed_is_replayed_exactly(root: Path) -> None:
     """Also by another process, whose hashes and addresses differ."""
     seed = next(s for s in range(1000) if plan(s).kv_fault_rate > 0.1 and plan(s).upsets)

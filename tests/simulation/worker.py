@@ -168,7 +168,7 @@ class Worker:
             KvMemory(self.runner.kv_buffer, self.layout),
             name,
             self.epoch,
-            core,
+            core.callbacks,
             _kv_settings(plan),
             self._clock.monotonic,
         )
@@ -195,6 +195,7 @@ class Worker:
             model_hash=self.layout.model_hash,
             kv_format=kv_format(self.layout),
             layout_hash=self.layout.layout_hash,
+            shares_prefixes=True,
             capacity=pb.Capacity(
                 kv_blocks=self.pool.num_blocks, max_model_tokens=400, max_running=8, max_queued=32
             ),
@@ -244,11 +245,19 @@ class Worker:
         self.core.scheduler.check()
         assert self.imports is not None
         self.imports.check()
+        self._check_copies(self.core)
         gone = {k for k in self.core.scheduler._held.tasks if k[0] not in self.core._streams}
         self._orphans = {k: self._orphans.get(k, self._clock.now) for k in gone}
         for key, since in self._orphans.items():
             if self._clock.now - since > _ORPHANED_S:
                 raise Wrong(f"{self.name}: request {key} lives on without its router")
+
+    def _check_copies(self, core: EngineCore) -> None:
+        """What is read for another worker keeps an owner until it has been read."""
+        assert core.plane is not None
+        for key, export in core.plane._exports._open.items():
+            if key in core.sharing and not all(self.pool._owners[b] for b in export.block_ids):
+                raise Wrong(f"{self.name}: a copy is read from blocks that others may have")
 
     def check_leases(self, ended_at: Callable[[str], float | None], awake_since: float) -> None:
         """What was set aside for a transfer doesn't outlive its request by more than a lease."""
@@ -275,6 +284,7 @@ class Worker:
             "requests": len(core._live),
             "imports": core.plane.open_imports,
             "exports": core.plane.open_exports,
+            "copies": int(core.sharing.busy),
             "active": load.kv_active,
             "granted": load.kv_granted,
             "quarantined": load.kv_quarantined,

@@ -9,17 +9,19 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
-from pd_engine import announce, core, server
+from pd_engine import announce, core, server, sharing
 from pd_engine.kv import frames, plane, tcp
 from pd_proto import tls
-from pd_router import link, session, workers
+from pd_router import link, pulling, session, workers
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
+from pd_router.pulls import PullRules
 from pd_router.routing import POLICIES, Routing
 from pd_router.session import Sessions
 from pd_router.workers import Workers, WorkersConfig
@@ -147,7 +149,15 @@ class Router:
         )
         mode = random.choice(("always", "always", "auto"))  # auto often has decode do it all
         routing = Routing(policy=random.choice(POLICIES), disaggregate=mode)
+        if world.plan.pulls:
+            routing = Routing(disaggregate=mode, pulls=_any_copy(world.plan.seed))
         self.sessions = Sessions(known, admission, walk, routing=routing)
+
+
+def _any_copy(seed: int) -> PullRules:
+    """Whatever it is predicted to gain, and for little time, some, or longer than workers wait."""
+    limit_s = (0.02, 0.3, 10.0)[seed // 3 % 3]
+    return PullRules(most_of_computing=inf, least_gain_s=-inf, least_limit_s=limit_s)
 
 
 class World:
@@ -325,6 +335,12 @@ class World:
         elif self.workers[host].loop.over:
             self.workers[host] = self._start(host, number)
 
+    @property
+    def pulled(self) -> int:
+        """Requests whose prompt began with a copy from another worker."""
+        lines = (c.generation.timeline for c in self.clients if c.generation is not None)
+        return sum(line.pulled_tokens > 0 for line in lines)
+
     # ---- judgement ------------------------------------------------------------------------
 
     def _check(self) -> None:
@@ -380,7 +396,7 @@ class World:
             return {f"{name}:{port}"}
 
         changes: list[tuple[Any, str, Any]] = [
-            (module, "time", time) for module in (core, link, session, workers)
+            (module, "time", time) for module in (core, link, pulling, session, sharing, workers)
         ]
         changes += [(module, "grpc", self.rpc.grpc) for module in _SPEAKERS]
         changes += [

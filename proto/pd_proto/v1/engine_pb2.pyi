@@ -89,7 +89,7 @@ class Capacity(_message.Message):
     def __init__(self, kv_blocks: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queued: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "product")
+    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "product", "shares_prefixes")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class Hello(_message.Message):
     REVISION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PRODUCT_FIELD_NUMBER: _ClassVar[int]
+    SHARES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: str
     role: Role
@@ -120,7 +121,8 @@ class Hello(_message.Message):
     revision: str
     prefill_tokens_per_s: float
     product: str
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., product: _Optional[str] = ...) -> None: ...
+    shares_prefixes: bool
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., product: _Optional[str] = ..., shares_prefixes: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s", "control_ports")
@@ -234,18 +236,22 @@ class WorkRequest(_message.Message):
     def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("bind", "generate", "prefill", "cancel", "renew")
+    __slots__ = ("bind", "generate", "prefill", "cancel", "renew", "pull", "share")
     BIND_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RENEW_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
     bind: Bind
     generate: Generate
     prefill: Prefill
     cancel: Cancel
     renew: Renew
-    def __init__(self, bind: _Optional[_Union[Bind, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
+    pull: Pull
+    share: Share
+    def __init__(self, bind: _Optional[_Union[Bind, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., share: _Optional[_Union[Share, _Mapping]] = ...) -> None: ...
 
 class Bind(_message.Message):
     __slots__ = ("router", "router_epoch", "worker_epoch")
@@ -379,6 +385,30 @@ class Prefill(_message.Message):
     target: KvTarget
     lease_s: float
     def __init__(self, handle: _Optional[int] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., choices: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., target: _Optional[_Union[KvTarget, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Pull(_message.Message):
+    __slots__ = ("handle", "id", "hashes")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    id: TransferId
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, handle: _Optional[int] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Share(_message.Message):
+    __slots__ = ("handle", "id", "hashes", "target", "lease_s")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    id: TransferId
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    target: KvTarget
+    lease_s: float
+    def __init__(self, handle: _Optional[int] = ..., id: _Optional[_Union[TransferId, _Mapping]] = ..., hashes: _Optional[_Iterable[bytes]] = ..., target: _Optional[_Union[KvTarget, _Mapping]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("handle",)

@@ -53,6 +53,8 @@ def one(data: bytes) -> None:
         for command in message.commands:
             if command.HasField("prefill"):
                 command.prefill.target.kv_address = _NOBODY
+            if command.HasField("share"):
+                command.share.target.kv_address = _NOBODY
         messages.append(message)
     if messages:
         _loop.run(_stream(_engine(_ROLES[data[0] % 3]), messages))
