@@ -43,6 +43,7 @@ class Outlook:
 
     soonest_s: float = 0.0  # until a worker begins what is sent to it now
     tokens_per_s: float = 0.0  # of all prefill workers together; 0: unknown
+    freed_per_s: float = 0.0  # requests that get room on decode; 0: it isn't short of room
 
 
 UNKNOWN = Outlook()
@@ -173,6 +174,9 @@ class Admission:
         if goal_s is None or not outlook.tokens_per_s:
             return None
         before_s = self._queue.wait_s(ticket.sla, outlook.tokens_per_s, now)
+        if outlook.freed_per_s:  # each of those before it needs room, however little it computes
+            room_s = self._queue.turns_s(ticket.sla, outlook.freed_per_s, now)
+            before_s = max(before_s, room_s)
         predicted_s = outlook.soonest_s + before_s + ticket.work / outlook.tokens_per_s
         if predicted_s <= goal_s:
             return None

@@ -143,18 +143,21 @@ def soonest(workers: Iterable[WorkerView]) -> tuple[float, float]:
 
 
 def outlook(
-    workers: Iterable[WorkerView], need: Need | None = None, work: float = 0.0
-) -> tuple[float, float]:
+    workers: Iterable[WorkerView], need: Need | None = None, _work: float = 0.0
+) -> tuple[float, float, float]:
     """As `soonest`, but where decode lacks room for `need` (None: for anything) until it has
-    some, and not faster than requests like this one, of `work` tokens to compute, get theirs."""
+    some; and so many requests like it get room there in a second. 0: they needn't wait for it.
+
+    Nothing is said of the tokens that those requests compute: `_work`, that of this one, is
+    no measure for the others."""
     usable = [w for w in workers if w.usable]
     begins_s, tokens_per_s = soonest(usable)
     decoding = [w for w in usable if w.role is not Role.PREFILL]
     room_s = min((_until_room_s(w, need) for w in decoding), default=0.0)
+    freed_per_s = 0.0
     if room_s > 0 and need is not None:
-        freed = sum(_freed(w) / need.reserve_blocks(w) for w in decoding)  # requests a second
-        tokens_per_s = min(tokens_per_s, freed * work)
-    return max(begins_s, room_s), tokens_per_s
+        freed_per_s = sum(_freed(w) / need.reserve_blocks(w) for w in decoding)
+    return max(begins_s, room_s), tokens_per_s, freed_per_s
 
 
 def _until_room_s(worker: WorkerView, need: Need | None) -> float:

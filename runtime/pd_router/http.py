@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import fcntl
 import ipaddress
 import logging
 import resource
 import secrets
 import socket
+import struct
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -17,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from pd_router.errors import ApiError
+from pd_router.reading import Reading
 from pd_router.settings import Address
 
 log = logging.getLogger("pd_router.http")
@@ -36,9 +40,11 @@ SEND_BUFFER_BYTES = 64 * 1024
 HELD_BYTES = 16 * 1024
 # So long a client may read next to nothing of what no buffer takes any more.
 UNREAD_S = 20.0
+LOOK_S = 0.5  # so often it is looked at
 # From then on it makes room for those who come, where there is no other.
 UNREAD_GRACE_S = 1.0
 _WENT = "The client went away."
+_SIOCOUTQ = 0x5411
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -59,6 +65,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._on_gone: Callable[[], None] | None = None
         self._why_gone = _WENT
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._reading: Reading | None = None  # of a client that is behind
         self._unread: dict[BoundedProtocol, float] = self.server_state.unread
         self._idlers: dict[BoundedProtocol, None] = self.server_state.idlers
         if len(self.connections) > self.server_state.most and not self._make_room():
@@ -103,6 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _read_on(self) -> None:
         self._unread.pop(self, None)
+        self._reading = None
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
@@ -110,20 +118,23 @@ class BoundedProtocol(HttpToolsProtocol):
     def _bound_flush(self) -> None:
         """What is to be sent goes on going out, or the connection ends. A closed one too
         would else wait for ever for its client to read."""
-        if self._unread_timer is None:
-            left = self.transport.get_write_buffer_size()
-            self._unread_timer = self.loop.call_later(UNREAD_S, self._look_again, left)
+        if self._reading is None:
+            self._reading = Reading(outstanding(self.transport), self.loop.time())
+            self._look_later()
 
-    def _look_again(self, before: int) -> None:
-        """`before`: the bytes that were to be sent then. A slow client reads on."""
-        if before - self.transport.get_write_buffer_size() < HELD_BYTES:
+    def _look_later(self) -> None:
+        self._unread_timer = self.loop.call_later(LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look_later()
+        self._look(self.loop.time())
+
+    def _look(self, now: float) -> None:
+        """A slow client reads on; one that doesn't read is cut."""
+        assert self._reading is not None
+        self._reading.look(outstanding(self.transport), now)
+        if self._reading.gives_up(now, UNREAD_S):
             self.cut(f"The client didn't read its answer for {UNREAD_S:.0f} s.")
-            return
-        stuck = self in self._unread
-        self._read_on()
-        if stuck:
-            self._unread[self] = self.loop.time()
-        self._bound_flush()
 
     def cut(self, why: str) -> None:
         """Ends the connection of a client that doesn't read, and the request that it made."""
@@ -259,6 +270,21 @@ class BoundedProtocol(HttpToolsProtocol):
     def _close(self) -> None:
         self.transport.close()
         self._bound_flush()
+
+
+def outstanding(transport: asyncio.Transport) -> int:
+    """Bytes that the client hasn't got: those that we hold for it, and where the system tells,
+    those that it does. Ours alone would stand still while a slow client reads: the kernel
+    takes none of them until much of what it holds is gone."""
+    held = transport.get_write_buffer_size()
+    sock = transport.get_extra_info("socket")
+    if sys.platform != "linux" or sock is None:
+        return held
+    try:
+        told = fcntl.ioctl(sock.fileno(), _SIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # it's closed, or no TCP connection
+        return held
+    return held + int(struct.unpack("i", told)[0])
 
 
 class Flusher:

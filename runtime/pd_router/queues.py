@@ -9,6 +9,7 @@ arrival.
 
 import heapq
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pd_router.classes import SlaClass
@@ -42,6 +43,20 @@ class _Tenant:
     live: int = 0
 
 
+class _Rate:
+    """Of something, a second, of late."""
+
+    def __init__(self) -> None:
+        self._rate = self._at = 0.0
+
+    def count(self, amount: float, now: float) -> None:
+        self._rate = self.at(now) + amount / _RATE_MEMORY_S
+        self._at = now
+
+    def at(self, now: float) -> float:
+        return self._rate * math.exp(-max(now - self._at, 0.0) / _RATE_MEMORY_S)
+
+
 class _ClassQueue:
     """The tenants of one class that have something waiting."""
 
@@ -52,7 +67,7 @@ class _ClassQueue:
         self.arrivals: dict[str, int] = {}  # of those that wait, in order
         self._tenants: dict[str, _Tenant] = {}
         self._virtual = 0.0
-        self._rate = self._rate_at = 0.0
+        self.work_rate, self.request_rate = _Rate(), _Rate()  # of those that started
 
     def push(self, ticket: Ticket, arrival: int) -> None:
         tenant = self._tenants.get(ticket.tenant)
@@ -83,12 +98,8 @@ class _ClassQueue:
             heapq.heapify(tenant.waiting)
 
     def count(self, work: float, now: float) -> None:
-        self._rate = self.rate(now) + work / _RATE_MEMORY_S
-        self._rate_at = now
-
-    def rate(self, now: float) -> float:
-        """Work a second that started of late."""
-        return self._rate * math.exp(-max(now - self._rate_at, 0.0) / _RATE_MEMORY_S)
+        self.work_rate.count(work, now)
+        self.request_rate.count(1.0, now)
 
     @property
     def backlog(self) -> int:
@@ -176,15 +187,25 @@ class FairQueue:
     def wait_s(self, sla: SlaClass, work_per_s: float, now: float) -> float:
         """How long a newcomer of this class waits, if all goes on as of late: the work of its
         own class before it, at what others leave to it."""
+        taken = {name: queue.work_rate.at(now) for name, queue in self._queues.items()}
+        return self._queues[sla.name].work / self._left_to(sla, work_per_s, taken)
+
+    def turns_s(self, sla: SlaClass, requests_per_s: float, now: float) -> float:
+        """The same where it's their number that counts, not their work. A share of the work
+        is taken for one of the turns."""
+        taken = {name: queue.request_rate.at(now) for name, queue in self._queues.items()}
+        return len(self._queues[sla.name].arrivals) / self._left_to(sla, requests_per_s, taken)
+
+    def _left_to(self, sla: SlaClass, per_s: float, of_late: Mapping[str, float]) -> float:
+        """What others leave to a class: more important ones take what they took of late,
+        lesser ones that wait their shares."""
         taken = 0.0
-        for queue in self._queues.values():
-            if queue.sla.name == sla.name or queue.sla.priority < sla.priority:
-                if queue.sla.name != sla.name and queue.arrivals:
-                    taken += queue.sla.share * work_per_s
-            else:
-                taken += queue.rate(now)
-        work = self._queues[sla.name].work
-        return work / max(work_per_s - taken, sla.share * work_per_s, _LEAST_SHARE * work_per_s)
+        for name, queue in self._queues.items():
+            if name != sla.name and queue.sla.priority < sla.priority:
+                taken += queue.sla.share * per_s if queue.arrivals else 0.0
+            elif name != sla.name:
+                taken += of_late[name]
+        return max(per_s - taken, sla.share * per_s, _LEAST_SHARE * per_s)
 
     def last_below(self, priority: int) -> str | None:
         """Who makes room in a full queue for one of a larger priority: the youngest of the

@@ -402,19 +402,19 @@ def test_the_outlook_where_decode_has_no_room() -> None:
     need, prefill = Need(tokens=36, output_tokens=4), p(0, 500, tokens_per_s=1000)
     assert need.reserve_blocks(d(0)) == 10
 
-    def ahead(*decodes: WorkerView) -> tuple[float, float]:
-        return outlook([prefill, *decodes], need, work=36.0)
+    def ahead(*decodes: WorkerView) -> tuple[float, float, float]:
+        return outlook([prefill, *decodes], need)
 
-    assert ahead(d(0, 90, stay_s=5.0)) == (0.5, 1000.0), "it fits"
+    assert ahead(d(0, 90, stay_s=5.0)) == (0.5, 1000.0, 0.0), "it fits"
     full = d(0, 100, stay_s=5.0)  # gives 20 blocks back a second: room for two requests
-    assert ahead(full) == (pytest.approx(1.5 * 0.5), 72.0)
+    assert ahead(full) == (pytest.approx(1.5 * 0.5), 1000.0, 2.0)
     full.load = replace(full.load, waiting_grants=5)
-    assert ahead(full) == (pytest.approx(1.5 * 3.0), 72.0)
-    assert ahead(full, d(1, 50)) == (0.5, 1000.0), "another has room"
-    assert ahead(replace(full, stay_s=0.0)) == (0.5, 1000.0), "nobody knows: nobody is refused"
+    assert ahead(full) == (pytest.approx(1.5 * 3.0), 1000.0, 2.0)
+    assert ahead(full, d(1, 50)) == (0.5, 1000.0, 0.0), "another has room"
+    assert ahead(replace(full, stay_s=0.0)) == (0.5, 1000.0, 0.0), "nobody knows: nobody is refused"
     full.load = replace(full.load, waiting_grants=0)
     full.assign_decode(50, 5)
-    assert ahead(full) == (pytest.approx(1.5 * 3.0), 72.0), (
+    assert ahead(full) == (pytest.approx(1.5 * 3.0), 1000.0, 2.0), (
         "those that were sent since the heartbeat count"
     )
     assert outlook([prefill, full])[0] == pytest.approx(1.5 * 51 / 20), "whatever comes next"

@@ -197,7 +197,7 @@ class DecodeSite:
 
     def outlook(self, need: Need | None = None) -> Outlook:
         views = (self.prefill, self.decode)
-        return Outlook(*(outlook(views, need, 36.0) if self.sees_decode else soonest(views)))
+        return Outlook(*(outlook(views, need) if self.sees_decode else soonest(views)))
 
     def arrive(self, key: str) -> None:
         ticket = Ticket(key, HIGH, "t", 36.0)
@@ -287,3 +287,60 @@ def test_what_decode_has_no_room_for_is_refused_at_once() -> None:
 def test_nothing_is_refused_while_decode_has_room() -> None:
     site = decode_bound(18)
     assert site.refused == site.late == 0
+
+
+CHAT = SlaClass("chat", ttft_s=10.0)
+LONG = 5000.0
+
+
+def behind(queued: int, outlook: Outlook, work: float) -> Verdict | Failure:
+    """What a request hears that comes when so many long ones wait."""
+    admission = Admission(AdmissionConfig(promises=Promises((CHAT,))))
+    full = Outlook(soonest_s=9.0, tokens_per_s=1e6)  # whoever comes is held back
+    for number in range(queued):
+        key = f"long-{number}"
+        assert admission.offer(key, ticket=Ticket(key, CHAT, work=LONG), outlook=full) is (
+            Verdict.QUEUED
+        )
+    return admission.offer("new", ticket=Ticket("new", CHAT, work=work), outlook=outlook)
+
+
+@pytest.mark.parametrize("work", [20.0, LONG])
+def test_room_at_decode_is_counted_in_requests(work: float) -> None:
+    """Four wait a second for four that end in it, whatever the newcomer computes itself."""
+    frees_four = Outlook(soonest_s=6.0, tokens_per_s=1e6, freed_per_s=4.0)
+    assert behind(4, frees_four, work) is Verdict.QUEUED
+    assert behind(15, frees_four, work) is Verdict.QUEUED
+    refusal = behind(20, frees_four, work)
+    assert isinstance(refusal, Failure)
+    assert "would take 11.0 s" in refusal.message
+
+
+def test_the_slower_of_prefill_and_decode_counts() -> None:
+    """They work at the same time: their waits aren't added."""
+    slow_prefill = Outlook(soonest_s=6.0, tokens_per_s=5000.0, freed_per_s=4.0)
+    assert behind(3, slow_prefill, 20.0) is Verdict.QUEUED
+    refusal = behind(4, slow_prefill, 20.0)
+    assert isinstance(refusal, Failure)
+    assert "would take 10.0 s" in refusal.message
+    assert refusal.retry_after_s == 1
+    alone = behind(0, slow_prefill, 5 * LONG)
+    assert isinstance(alone, Failure)
+    assert "would take 11.0 s" in alone.message, "its own work comes after"
+
+
+def test_turns_that_a_more_important_class_takes_are_gone() -> None:
+    """Two of four a second went to it of late: the others have two."""
+    chat, urgent = CHAT, SlaClass("urgent", priority=10)
+    admission = Admission(AdmissionConfig(promises=Promises((chat, urgent))))
+    for number in range(10):  # all remembered as of the last five seconds
+        key = f"urgent-{number}"
+        said = admission.offer(key, ticket=Ticket(key, urgent, work=1.0), outlook=Outlook())
+        assert said is Verdict.ADMITTED
+    full = Outlook(soonest_s=8.0, tokens_per_s=1e6)
+    for key in ("a", "b", "c", "d", "e"):
+        admission.offer(key, ticket=Ticket(key, chat, work=1.0), outlook=full)
+    frees_four = Outlook(soonest_s=8.0, tokens_per_s=1e6, freed_per_s=4.0)
+    refusal = admission.offer("new", ticket=Ticket("new", chat, work=1.0), outlook=frees_four)
+    assert isinstance(refusal, Failure)
+    assert "would take 10.5 s" in refusal.message

@@ -2,6 +2,7 @@
 has its bound, they make room for others, and ten thousand of them harm nobody."""
 
 import asyncio
+import contextlib
 import json
 import resource
 import socket
@@ -61,6 +62,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """Also: little is enough to fill a connection."""
     monkeypatch.setattr(http, "SEND_BUFFER_BYTES", 4096)
     monkeypatch.setattr(http, "HELD_BYTES", 1024)
+    monkeypatch.setattr(http, "LOOK_S", 0.01)
     found = Seen()
     found.watch(monkeypatch)
     return found
@@ -179,28 +181,52 @@ def test_a_whole_answer_that_nobody_reads_is_not_kept(
     go(scenario())
 
 
-def test_a_slow_client_has_its_whole_answer(seen: Seen) -> None:
-    """It's cut when it reads next to nothing, not when much is left."""
+async def read_some(sock: socket.socket, stuck: http.BoundedProtocol) -> None:
+    """Until the server's system has heard of it."""
+    before = http.outstanding(stuck.transport)
+    while http.outstanding(stuck.transport) >= before:
+        with contextlib.suppress(BlockingIOError):
+            assert sock.recv(512)
+        await asyncio.sleep(0.001)
+
+
+def test_a_slow_client_has_its_whole_answer(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+    """It's cut when it reads next to nothing, not when much is left; and though the kernel,
+    which holds far more than it reads, takes nothing from us meanwhile."""
+    monkeypatch.setattr(http, "SEND_BUFFER_BYTES", 64 * 1024)
+    monkeypatch.setattr(http, "LOOK_S", 1000.0)  # the test looks, at times of its own
 
     async def scenario() -> None:
-        async with rig() as r, silent(r, posted(logprobs=True, top_logprobs=20)) as sock:
+        async with rig() as r, silent(r, posted(stream=True)) as sock:
             generation = await r.sessions.generation()
-            for _ in range(200):
-                generation.emit(70, logprob=-1.0, top=tuple((t, -1.0) for t in range(20)))
-            generation.emit(2, "stop", logprob=-1.0)
-            generation.done()
-            await seen.until(lambda: bool(seen.stuck))
-            [stuck] = seen.stuck
-            before = left = stuck.transport.get_write_buffer_size()
-            while before - left < http.HELD_BYTES:
-                assert await asyncio.get_running_loop().sock_recv(sock, 4096)
-                left = stuck.transport.get_write_buffer_size()
-            stuck._look_again(before)
-            assert not seen.lost
-            assert stuck._unread_timer is not None
-            assert stuck in stuck.server_state.unread
-            stuck._look_again(stuck.transport.get_write_buffer_size())
+            stuck = await fill(r, seen, generation)
+            now, held = stuck.loop.time(), stuck.transport.get_write_buffer_size()
+            for _ in range(6):
+                await read_some(sock, stuck)
+                now += http.UNREAD_S / 3
+                stuck._look(now)
+                assert stuck._reading is not None, "it was cut"
+                assert stuck.transport.get_write_buffer_size() == held
+            stuck._look(now + http.UNREAD_S)  # it read nothing more
             await seen.until(lambda: bool(seen.lost))
+            await generation.cancelled.wait()
+
+    go(scenario())
+
+
+def test_where_the_system_does_not_tell_what_we_hold_counts(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    def refuses(*_: Any) -> bytes:
+        raise OSError
+
+    async def scenario() -> None:
+        async with rig() as r, silent(r, posted(stream=True)):
+            stuck = await fill(r, seen, await r.sessions.generation())
+            held = stuck.transport.get_write_buffer_size()
+            assert http.outstanding(stuck.transport) > held
+            monkeypatch.setattr(http.fcntl, "ioctl", refuses)
+            assert http.outstanding(stuck.transport) == held
 
     go(scenario())
 
