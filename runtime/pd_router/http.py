@@ -81,75 +81,107 @@ class BoundedProtocol(HttpToolsProtocol):
     def _make_room(self) -> bool:
         """Ends the connection that has asked for nothing for longest, so that no number of
         them locks out those who ask. False when all are being answered, and read it."""
-        longest = next(iter(self._idlers), None)
-        if longest is None:
-            return self._cut_unread()
-        del self._idlers[longest]
-        longest.transport.abort()
-        return True
+        while self._idlers:
+            longest = next(iter(self._idlers))
+            del self._idlers[longest]
+            if not longest.transport.get_write_buffer_size():
+                longest.transport.abort()
+                return True
+            longest._watch()  # its answer is still to go out
+        return self._cut_unread()
 
-    def _cut_unread(self) -> bool:
-        """Ends the stream that nobody has read for longest, where there is one."""
-        longest = next(iter(self._unread), None)
-        if longest is None or self.loop.time() - self._unread[longest] < UNREAD_GRACE_S:
-            return False
-        longest.cut("The client didn't read its answer, and others came.")
-        return True
+    def _make_place(self) -> bool:
+        """The same for another request: none but those that hold a place can leave one."""
+        return self._cut_unread(lambda one: one._on_gone is not None)
+
+    def _cut_unread(self, is_one: Callable[["BoundedProtocol"], bool] = lambda _: True) -> bool:
+        """Ends the connection whose client has read nothing for longest, where there is such
+        a one. Who is merely behind reads on."""
+        now = self.loop.time()
+        for longest, since in list(self._unread.items()):
+            if now - since < UNREAD_GRACE_S:
+                break
+            if is_one(longest) and not longest._has_read(now):
+                longest.cut("The client didn't read its answer, and others came.")
+                return True
+        return False
 
     def pause_writing(self) -> None:
         """No buffer takes more: the client is far behind, or doesn't read at all."""
         super().pause_writing()
-        self._unread[self] = self.loop.time()
-        self._bound_flush()
+        self._watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._read_on()
         if self.transport.is_closing():  # the rest, too
-            self._bound_flush()
+            self._watch()
 
-    def _read_on(self) -> None:
-        self._unread.pop(self, None)
-        self._reading = None
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
-
-    def _bound_flush(self) -> None:
+    def _watch(self) -> None:
         """What is to be sent goes on going out, or the connection ends. A closed one too
         would else wait for ever for its client to read."""
         if self._reading is None:
-            self._reading = Reading(outstanding(self.transport), self.loop.time())
+            now = self.loop.time()
+            self._reading = Reading(outstanding(self.transport), now)
+            self._unread[self] = now
             self._look_later()
 
     def _look_later(self) -> None:
         self._unread_timer = self.loop.call_later(LOOK_S, self._look_again)
 
     def _look_again(self) -> None:
-        self._look_later()
-        self._look(self.loop.time())
+        if self.transport.get_write_buffer_size() or self.transport.is_closing():
+            self._look_later()
+            self._look(self.loop.time())
+        else:
+            self._read_on()
 
     def _look(self, now: float) -> None:
         """A slow client reads on; one that doesn't read is cut."""
-        assert self._reading is not None
-        self._reading.look(outstanding(self.transport), now)
-        if self._reading.gives_up(now, UNREAD_S):
+        self._has_read(now)
+        if self._reading is not None and self._reading.gives_up(now, UNREAD_S):
             self.cut(f"The client didn't read its answer for {UNREAD_S:.0f} s.")
+
+    def _has_read(self, now: float) -> bool:
+        """Anything since it was looked at last: then others have read nothing for longer."""
+        if self._reading is None or not self._reading.look(outstanding(self.transport), now):
+            return False
+        self._unread.pop(self, None)
+        self._unread[self] = now
+        return True
+
+    def _read_on(self) -> None:
+        """It's no longer behind."""
+        self._forget()
+        if self.cycle is not None and self.cycle.response_complete:
+            self._idle()
+
+    def _forget(self) -> None:
+        self._unread.pop(self, None)
+        self._reading = None
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _idle(self) -> None:
+        """It asks for nothing. Room is made of it once its answer has gone out."""
+        if not self.transport.is_closing():
+            self._idlers.setdefault(self)
 
     def cut(self, why: str) -> None:
         """Ends the connection of a client that doesn't read, and the request that it made."""
-        self._read_on()
+        self._forget()
         self._why_gone = why
         log.info("cut client=%s %s", self.client and self.client[0], why)
         self.transport.abort()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._bound_flush()
+        self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_timer()
-        self._read_on()
+        self._forget()
         self._idlers.pop(self, None)
         super().connection_lost(exc)
         gone, self._on_gone = self._on_gone, None
@@ -182,7 +214,7 @@ class BoundedProtocol(HttpToolsProtocol):
             "pdcluster.pipe": self._pipe,
             "pdcluster.when_gone": self._when_gone,
             "pdcluster.why_gone": lambda: self._why_gone,
-            "pdcluster.make_room": self._cut_unread,
+            "pdcluster.make_room": self._make_place,
         }
         if self._timer is None:
             self._set_timer(HEAD_DEADLINE_S)
@@ -217,9 +249,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._bound_flush()
+            self._watch()
             return
-        self._idlers[self] = None
+        self._idle()
         if self._in_message:
             # Answered before its body came (413, say): let the client finish sending, or
             # it may never see the answer.
@@ -269,7 +301,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _close(self) -> None:
         self.transport.close()
-        self._bound_flush()
+        self._watch()
 
 
 def outstanding(transport: asyncio.Transport) -> int:

@@ -20,6 +20,7 @@ from tests.pd_router.http_rig import MODEL, PlayedGeneration, Rig, go, rig, says
 CHAT = "/v1/chat/completions"
 HI: Any = [{"role": "user", "content": "hi"}]
 MANY = 10_000
+LOOK_S = http.LOOK_S
 
 
 def posted(**fields: Any) -> bytes:
@@ -31,6 +32,7 @@ class Seen:
     """What became of the server's connections."""
 
     def __init__(self) -> None:
+        self.made: list[http.BoundedProtocol] = []
         self.stuck: list[http.BoundedProtocol] = []
         self.lost: list[http.BoundedProtocol] = []
         self._changed = asyncio.Event()
@@ -43,6 +45,12 @@ class Seen:
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         pause, lose = http.BoundedProtocol.pause_writing, http.BoundedProtocol.connection_lost
 
+        make = http.BoundedProtocol.connection_made
+
+        def made(self_: http.BoundedProtocol, transport: asyncio.Transport) -> None:
+            self.made.append(self_)
+            make(self_, transport)
+
         def stuck(self_: http.BoundedProtocol) -> None:
             pause(self_)
             self.stuck.append(self_)
@@ -53,6 +61,7 @@ class Seen:
             self.lost.append(self_)
             self._changed.set()
 
+        patch.setattr(http.BoundedProtocol, "connection_made", made)
         patch.setattr(http.BoundedProtocol, "pause_writing", stuck)
         patch.setattr(http.BoundedProtocol, "connection_lost", lost)
 
@@ -93,20 +102,47 @@ async def read_to_its_end(sock: socket.socket) -> bytes:
 
 
 async def fill(r: Rig, seen: Seen, generation: PlayedGeneration) -> http.BoundedProtocol:
-    """Emits until its connection takes no more, though far less than is held for a client."""
-    before, still = len(seen.stuck), 0
+    """Emits until its connection takes no more, though far less than is held for a client;
+    and until its client's system has said what it took: 0.2 s later at most."""
+    before, still, left = len(seen.stuck), 0, 0
     token = r.tokens("a")[0]
-    while still < 20:  # what a kernel has on its way makes it go on once or twice
+    while still < 250:  # what a kernel has on its way makes it go on once or twice
         await asyncio.sleep(0.001)
         stuck = seen.stuck[-1] if len(seen.stuck) > before else None
         if stuck is not None and stuck in stuck.server_state.unread:
-            still += 1
+            left, was = http.outstanding(stuck.transport), left
+            still = still + 1 if left == was else 0
             continue
         still = 0
         for _ in range(10):
             generation.emit(token)
     assert stuck is not None
     return stuck
+
+
+async def at_rest(stuck: http.BoundedProtocol) -> None:
+    """Until nothing is on its way to the client any more."""
+    still, left = 0, 0
+    while still < 250:
+        left, was = http.outstanding(stuck.transport), left
+        still = still + 1 if left == was else 0
+        await asyncio.sleep(0.001)
+
+
+def answer_at_length(generation: PlayedGeneration) -> None:
+    """More than all buffers take, when logprobs are asked for."""
+    for _ in range(200):
+        generation.emit(70, logprob=-1.0, top=tuple((t, -1.0) for t in range(20)))
+    generation.emit(2, "stop", logprob=-1.0)
+    generation.done()
+
+
+async def asked(r: Rig) -> int:
+    """What somebody who asks now hears; whose connection ends with it."""
+    ask = {"model": MODEL, "messages": HI}
+    response = await client.request(r.http.host, r.http.port, "POST", CHAT, ask)
+    await response.close()
+    return response.status
 
 
 async def served(r: Rig) -> None:
@@ -123,7 +159,7 @@ async def served(r: Rig) -> None:
 def test_a_stream_that_nobody_reads_ends(
     monkeypatch: pytest.MonkeyPatch, seen: Seen, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http, "UNREAD_S", 0.5)
+    monkeypatch.setattr(http, "UNREAD_S", 1.0)
     caplog.set_level("INFO", logger="pd_router.http")
 
     async def scenario() -> None:
@@ -170,10 +206,7 @@ def test_a_whole_answer_that_nobody_reads_is_not_kept(
             request = request.replace(b"\r\n", b"\r\nconnection: %s\r\n" % connection, 1)
             async with silent(r, request):
                 generation = await r.sessions.generation()
-                for _ in range(200):
-                    generation.emit(70, logprob=-1.0, top=tuple((t, -1.0) for t in range(20)))
-                generation.emit(2, "stop", logprob=-1.0)
-                generation.done()
+                answer_at_length(generation)
                 await seen.until(lambda: bool(seen.stuck))
                 assert r.app.running == 0
                 await seen.until(lambda: bool(seen.lost))
@@ -283,6 +316,111 @@ def test_who_reads_is_not_refused_for_who_does_not(
     go(scenario())
 
 
+def test_who_is_merely_behind_makes_no_room(monkeypatch: pytest.MonkeyPatch, seen: Seen) -> None:
+    """Its stream has stood still for long by now, but it has read since anybody looked."""
+    monkeypatch.setattr(http, "SEND_BUFFER_BYTES", 64 * 1024)
+    monkeypatch.setattr(http, "LOOK_S", 1000.0)
+    monkeypatch.setattr(http, "UNREAD_GRACE_S", 500.0)
+
+    async def scenario() -> None:
+        async with rig(max_requests=1) as r, silent(r, posted(stream=True)) as sock:
+            generation = await r.sessions.generation()
+            stuck = await fill(r, seen, generation)
+            unread = stuck.server_state.unread
+            stuck._look(stuck.loop.time())
+            await read_some(sock, stuck)
+            unread[stuck] -= 1000.0
+            assert await asked(r) == 429
+            assert stuck.loop.time() - unread[stuck] < 500.0
+            assert await asked(r) == 429, "not yet"
+            assert not generation.cancelled.is_set()
+            await at_rest(stuck)
+            stuck._look(stuck.loop.time())
+            unread[stuck] -= 1000.0
+            await served(r)
+            assert generation.cancelled.is_set()
+
+    go(scenario())
+
+
+def test_an_answer_that_is_over_leaves_no_place(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    """Nobody reads it, and it's cut for no request: that would let in one too many."""
+    monkeypatch.setattr(http, "UNREAD_GRACE_S", 0.0)
+    long = posted(logprobs=True, top_logprobs=20)
+
+    async def scenario() -> None:
+        async with rig(max_requests=1) as r, silent(r, long):
+            answer_at_length(await r.sessions.generation())
+            await seen.until(lambda: bool(seen.stuck))
+            async with silent(r, posted(stream=True)) as reads:
+                running = await r.sessions.generation(1)
+                assert await asked(r) == 429
+                assert r.app.running == 1
+                assert seen.stuck[0] in seen.stuck[0].server_state.unread
+                running.emit(2, "stop")
+                running.done()
+                await read_to_its_end(reads)
+
+    go(scenario())
+
+
+@pytest.mark.parametrize("held", [1024, 1 << 24], ids=["behind", "not far behind"])
+def test_who_still_reads_an_answer_is_not_idle(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen, held: int
+) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http, "HELD_BYTES", held)
+    monkeypatch.setattr(http, "UNREAD_GRACE_S", 1000.0)
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        async with rig() as r, silent(r, posted(logprobs=True, top_logprobs=20)) as sock:
+            answer_at_length(await r.sessions.generation())
+            [reads] = seen.made
+            while not reads.cycle.response_complete:
+                await asyncio.sleep(0.001)
+            with pytest.raises(ConnectionError):
+                await served(r)
+            assert reads.transport.get_write_buffer_size(), "or there's nothing to see here"
+            read = b""
+            while reads not in reads.server_state.idlers:
+                with contextlib.suppress(BlockingIOError):
+                    read += sock.recv(65536)
+                await asyncio.sleep(0.001)
+            while reads.transport.get_write_buffer_size():
+                read += await loop.sock_recv(sock, 65536)
+            await served(r)  # now it makes room
+            while part := await loop.sock_recv(sock, 65536):
+                read += part
+            head, _, body = read.partition(b"\r\n\r\n")
+            assert b"content-length: %d\r\n" % len(body) in head + b"\r\n"
+
+    go(scenario())
+
+
+def test_who_never_reads_a_small_rest_locks_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, seen: Seen
+) -> None:
+    """Its answer is over, and what is left of it fills no buffer."""
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http, "HELD_BYTES", 1 << 24)
+    monkeypatch.setattr(http, "UNREAD_GRACE_S", 0.0)
+
+    async def scenario() -> None:
+        async with rig() as r, silent(r, posted(logprobs=True, top_logprobs=20)):
+            answer_at_length(await r.sessions.generation())
+            while True:
+                with contextlib.suppress(ConnectionError):
+                    await served(r)
+                    break
+            assert seen.made[0] in seen.lost
+            assert not seen.stuck
+
+    go(scenario())
+
+
 @pytest.mark.parametrize(
     ("limit", "most"),
     [(1024, 512), (600, 300), (20_000, 8192), (resource.RLIM_INFINITY, 8192)],
@@ -312,6 +450,7 @@ def test_ten_thousand_that_read_nothing_harm_nobody(
 ) -> None:
     """Each has asked for a stream with far more text than all buffers take."""
     monkeypatch.setattr(http, "UNREAD_GRACE_S", 0.0)
+    monkeypatch.setattr(http, "LOOK_S", LOOK_S)  # at thousands: as often as elsewhere
 
     async def long(generation: PlayedGeneration) -> None:
         for _ in range(100):
