@@ -6,6 +6,7 @@ HYPOTHESIS_PROFILE=long searches far longer, and elsewhere each time.
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "default")
 settings.load_profile(PROFILE)
 if PROFILE == "long":
     os.environ.setdefault("PYTEST_TIMEOUT", "0")  # a test takes a hundred times as long
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background. Programs that tests start and interrupt would ignore it, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RUN_DEADLINE_S = 60.0
 
