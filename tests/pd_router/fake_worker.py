@@ -459,7 +459,9 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         await self._pass("commit")
         if self._gone(job) or self._told_to_fail(job, "commit"):
             return
-        committed = pb.Committed(handle=job.handle, first=first, kv_bytes=4096, transfer_s=0.001)
+        committed = pb.Committed(
+            handle=job.handle, first=first, kv_bytes=4096, transfer_s=0.001, transport="tcp"
+        )
         job.stream.replies.put_nowait(pb.Event(committed=committed))
         self._decode_from(job, first)
 
