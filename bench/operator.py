@@ -56,6 +56,9 @@ NAMESPACE = "bench"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
+_MOST_BYTES = 64 << 20  # of metrics: each object has series of its own
+
+
 @dataclass(frozen=True, slots=True)
 class Size:
     objects: int
@@ -92,7 +95,9 @@ class Process:
     async def metric(self, name: str) -> float:
         """The sum of a metric over its labels; 0 while there is none."""
         try:
-            page = await httpget.get("127.0.0.1", self.metrics_port, "/metrics", timeout_s=5)
+            page = await httpget.get(
+                "127.0.0.1", self.metrics_port, "/metrics", timeout_s=5, max_bytes=_MOST_BYTES
+            )
         except httpget.GetFailed:
             return 0.0
         lines = page.body.decode().splitlines()
@@ -109,7 +114,7 @@ class Process:
                 await self.looks() >= objects
                 and await self.metric("pdcluster_operator_queue_depth") == 0
             ):
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.25)  # each time it writes series of all objects
         return time.monotonic() - self.began
 
 
