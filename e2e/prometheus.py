@@ -2,7 +2,7 @@
 PodMonitors say what is scraped, PrometheusRules what is alerted on.
 
 It asks pods through the API server, as whoever is outside of the cluster's network must. Tests
-can't wait for hours: in the rules all spans of time are `SPEED` times shorter, or so.
+can't wait for hours: in the rules all spans of time are `SPEED` times shorter.
 """
 
 import json
@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from tests.ports import free_port
 PROGRAM = "/usr/bin/prometheus"
 MONITORING = "monitoring.coreos.com/v1"
 SPEED = 20
-SLOWER = {"PDClusterRetriesFrequent": 5}
-"""A worker that was killed takes half a minute to come back, and then it is killed again."""
 SCRAPE_S = 1
 DEADLINE_S = 60.0
 _WINDOW = re.compile(r"\[[^]]+\]")
@@ -40,20 +37,15 @@ def hastened(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     made = []
     for rule in rules:
-        speed = SLOWER.get(rule.get("alert", ""), SPEED)
-        windows = _WINDOW.sub(partial(_within, speed), rule["expr"])
-        lasting = {"for": _shorter(rule["for"], speed)} if "for" in rule else {}
+        windows = _WINDOW.sub(lambda one: _shorter(one[0]), rule["expr"])
+        lasting = {"for": _shorter(rule["for"])} if "for" in rule else {}
         made.append({**rule, "expr": windows, **lasting})
     return made
 
 
-def _within(speed: int, window: "re.Match[str]") -> str:
-    return _shorter(window[0], speed)
-
-
-def _shorter(text: str, speed: int) -> str:
+def _shorter(text: str) -> str:
     def one(found: "re.Match[str]") -> str:
-        return f"{max(1, int(found[1]) * _SECONDS[found[2]] // speed)}s"
+        return f"{max(1, int(found[1]) * _SECONDS[found[2]] // SPEED)}s"
 
     return _SPAN.sub(one, text)
 

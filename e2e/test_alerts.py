@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from e2e.cluster.api import Manifest, wait_for
+from e2e.cluster.api import wait_for
 from e2e.load import Load, Question
 from e2e.prometheus import MONITORING, Prometheus, watching
-from e2e.site import BUILTIN_MODEL, Site, document, is_ready, pool
+from e2e.site import BUILTIN_MODEL, Site, document, pool
 from tests.foreign import MONITORING as KINDS
 
 NAME = "watched"
@@ -139,28 +139,3 @@ def test_slow_hand_overs(site: Site, namespace: str, prometheus: Prometheus) -> 
     ):
         fires_alone(prometheus, "PDClusterHandOversSlow", since)
     quiet(prometheus)
-
-
-def test_prefill_workers_are_killed(site: Site, namespace: str, prometheus: Prometheus) -> None:
-    """One after the other, again and again: clients see nothing, and somebody is told."""
-    alert = "PDClusterRetriesFrequent"
-    since = time.monotonic()
-    with loaded(site, namespace, streams=12, prompt_tokens=500, max_tokens=4) as load:
-        for name in itertools.cycle([pod["metadata"]["name"] for pod in prefill(site, namespace)]):
-            if alert in prometheus.firing() or time.monotonic() > since + DEADLINE_S:
-                break
-            # Not the process alone: its container would come back later each time.
-            site.kubectl("delete", "pod", name, "-n", namespace, "--force", "--grace-period=0")
-            wait_for("both", lambda: len(ready(site, namespace)) == 2, DEADLINE_S)
-            load.until_more(4)
-        fires_alone(prometheus, alert, since)
-    assert not load.outcome.failed
-    quiet(prometheus)
-
-
-def prefill(site: Site, namespace: str) -> list[Manifest]:
-    return site.pods(namespace, "prefill")
-
-
-def ready(site: Site, namespace: str) -> list[Manifest]:
-    return [pod for pod in prefill(site, namespace) if is_ready(pod)]
