@@ -18,7 +18,8 @@ from bench.replay import Replay, Result, Site
 from pd_core import known_models
 from pd_core.estimate import LINKS
 from pd_core.gpus import GPUS
-from pd_router.routing import POLICIES, PolicyName, Routing
+from pd_core.policies import POLICIES, PolicyName
+from pd_router.routing import Routing
 from pd_sim import perf, trace
 
 GOALS = {

@@ -12,9 +12,10 @@ import yaml
 
 from e2e.cluster.api import wait_for
 from e2e.load import Load, Question
-from e2e.prometheus import MONITORING, Prometheus, watching
+from e2e.prometheus import MONITORING, watching
 from e2e.site import BUILTIN_MODEL, Site, document, pool
 from tests.foreign import MONITORING as KINDS
+from tests.prometheus import Prometheus
 
 NAME = "watched"
 DEADLINE_S = 480.0

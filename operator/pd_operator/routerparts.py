@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from pd_core.policies import POLICIES
 from pd_operator.apitypes import Router, Slo
 from pd_operator.fields import NAME_PATTERN, OBJECT_PATTERN, Node
 
@@ -17,16 +18,6 @@ _COLLECTOR = re.compile(
     r"(?P<scheme>https?)://[-.a-zA-Z0-9]+(:(?P<port>[0-9]{1,5}))?(/[-._~a-zA-Z0-9/]*)?"
 )
 NO_LIVE_PAGE = "--no-live-page"
-_POLICIES = (
-    "cost",
-    "random",
-    "round_robin",
-    "least_load",
-    "least_outstanding",
-    "prompt_length",
-    "prefix",
-    "session",
-)
 _MOST_PER_MINUTE = 1e9
 _LONGEST_GOAL_S = 600.0
 _MOST_WEIGHT = 1000
@@ -87,7 +78,7 @@ def traced(router: Router, node: Node | None) -> Router:
 
 
 def _routing(node: Node) -> list[str]:
-    policy = node.choice("policy", "cost", _POLICIES)
+    policy = node.choice("policy", "cost", POLICIES)
     disaggregate = node.choice("disaggregate", "auto", ("auto", "always", "never"))
     limit = node.number("sessionKvLimit", 0.8, 0, 1)
     trace = node.flag("trace", False)

@@ -73,6 +73,9 @@ class Metrics:
         # From 0 on: `increase` and `rate` don't see the event that a series begins with.
         for kind in FailureKind:
             self._failures.labels(**self._labels, kind=kind.value)
+        for direction in ("in", "out"):
+            for outcome in ("done", "failed"):
+                self._copied.labels(**self._labels, direction=direction, outcome=outcome)
 
     def follow(self, load: Callable[[], Load]) -> None:
         """Gauges read the scheduler's load when scraped."""

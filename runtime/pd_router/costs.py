@@ -142,14 +142,9 @@ def soonest(workers: Iterable[WorkerView]) -> tuple[float, float]:
     return min(waits, default=0.0), sum(speeds.tokens_per_s(w) for w in computing)
 
 
-def outlook(
-    workers: Iterable[WorkerView], need: Need | None = None, _work: float = 0.0
-) -> tuple[float, float, float]:
+def outlook(workers: Iterable[WorkerView], need: Need | None = None) -> tuple[float, float, float]:
     """As `soonest`, but where decode lacks room for `need` (None: for anything) until it has
-    some; and so many requests like it get room there in a second. 0: they needn't wait for it.
-
-    Nothing is said of the tokens that those requests compute: `_work`, that of this one, is
-    no measure for the others."""
+    some; and so many requests like it get room there in a second. 0: they needn't wait for it."""
     usable = [w for w in workers if w.usable]
     begins_s, tokens_per_s = soonest(usable)
     decoding = [w for w in usable if w.role is not Role.PREFILL]

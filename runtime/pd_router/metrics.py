@@ -70,7 +70,6 @@ class Metrics:
         ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
         self._hedges = self._counter("hedges", "Prompts computed twice at once", "outcome")
-        self._start_failures()
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
             model
@@ -81,6 +80,7 @@ class Metrics:
             "pulled_tokens", "Prompt tokens whose KV was copied from another worker"
         ).labels(model)
         self._kv_bytes = self._counter("kv_bytes", "KV bytes handed over", "transport")
+        self._start_events()
         self.running = self._gauge("running_requests", "Requests in the router now")
         self.ready = self._gauge("ready", "Whether a usable pair of workers is there")
         self._gateway_running = self._gateway("num_requests_running", "Sequences in decode")
@@ -93,7 +93,7 @@ class Metrics:
             "held_requests", "Requests that wait for a worker, where there is none"
         )
 
-    def _start_failures(self) -> None:
+    def _start_events(self) -> None:
         """From 0 on: `increase` and `rate` don't see the event that a series begins with."""
         for kind in FailureKind:
             self._failures.labels(self.model, kind.value)
@@ -101,6 +101,8 @@ class Metrics:
                 self._retries.labels(self.model, kind.value)
         for outcome in ("won", "lost"):
             self._hedges.labels(self.model, outcome)
+        for outcome in ("done", "computed"):
+            self._pulls.labels(self.model, outcome)
 
     def unauthorized(self) -> None:
         self._unauthorized.inc()

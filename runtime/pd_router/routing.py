@@ -4,20 +4,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from pd_core.estimate import LINKS, Link
+from pd_core.policies import POLICIES, PolicyName
 from pd_router.hedging import Hedge
 from pd_router.pulls import USUAL, PullRules
 
-PolicyName = Literal[
-    "cost",
-    "random",
-    "round_robin",
-    "least_load",
-    "least_outstanding",
-    "prompt_length",
-    "prefix",
-    "session",
-]
-POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 Disaggregate = Literal["auto", "always", "never"]
 DISAGGREGATE: tuple[Disaggregate, ...] = get_args(Disaggregate)
 

@@ -89,7 +89,7 @@ class Sessions:
         verdict = self.admission.offer(
             request.request_id,
             ticket=ticket,
-            outlook=self._outlook(first_need(request), ticket.work),
+            outlook=self._outlook(first_need(request)),
             now=time.monotonic(),
             routers=self.workers.routers,
         )
@@ -179,10 +179,10 @@ class Sessions:
         named = self.admission.config.promises.named(sla)
         return None if named is None else named.tpot_s
 
-    def _outlook(self, need: Need | None = None, work: float = 0.0) -> Outlook:
+    def _outlook(self, need: Need | None = None) -> Outlook:
         if not self.admission.holds_back:
             return UNKNOWN
-        return Outlook(*outlook(self.workers.views(), need, work))
+        return Outlook(*outlook(self.workers.views(), need))
 
     def _look_again(self) -> None:
         """Requests are held back until the workers' queues are short: time changes that."""

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from pd_core.estimate import Link, link
 from pd_core.identity import Identity, Part, parse_cluster
+from pd_core.policies import POLICIES
 from pd_router import classes
 from pd_router.classes import NO_PROMISES, Promises
 from pd_router.hedging import DEFAULT_SHARE, Hedge
-from pd_router.routing import DEFAULT, DISAGGREGATE, POLICIES, Routing
+from pd_router.routing import DEFAULT, DISAGGREGATE, Routing
 
 MAX_PROCESSES = 32
 LOG_LEVELS = ("debug", "info", "warning", "error")

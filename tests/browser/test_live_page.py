@@ -180,12 +180,12 @@ def test_the_theme_is_what_is_chosen(watched: Watched) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     chosen: dict[str, str] = {}
     for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=scheme)
         page.get_by_label("Theme").select_option("auto")
         chosen[scheme] = page.evaluate(ground)
     assert chosen["light"] != chosen["dark"]
     for scheme, other in (("light", "dark"), ("dark", "light")):
-        page.emulate_media(color_scheme=other)  # type: ignore[arg-type]
+        page.emulate_media(color_scheme=other)
         page.get_by_label("Theme").select_option(scheme)
         assert page.evaluate(ground) == chosen[scheme]
 

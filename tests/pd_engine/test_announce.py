@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,22 +82,28 @@ def test_attention_is_counted_by_pairs_whatever_the_chunks() -> None:
     assert metrics.computed_pairs == int(pairs(100, 50) + 1000)
 
 
+@asynccontextmanager
+async def announced_at(*processes: Process) -> AsyncIterator[tuple[Process, ...]]:
+    """A worker that finds all of them by the first, which knows their ports."""
+    ports = [await process.start() for process in processes]
+    processes[0].control_ports = ports
+    running = asyncio.create_task(announcer(ports[0]).run())
+    try:
+        async with asyncio.timeout(20):
+            yield processes
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for process in processes:
+            await process.server.stop(0)
+
+
 def test_each_process_of_a_router_is_told() -> None:
     async def scenario() -> None:
-        processes = [Process(), Process(), Process()]
-        ports = [await process.start() for process in processes]
-        processes[0].control_ports = ports
-        running = asyncio.create_task(announcer(ports[0]).run())
-        try:
-            async with asyncio.timeout(20):
-                for process in processes:
-                    await process.beat.wait()
-                    assert process.load.computed_pairs == 7
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        async with announced_at(Process(), Process(), Process()) as processes:
             for process in processes:
-                await process.server.stop(0)
+                await process.beat.wait()
+                assert process.load.computed_pairs == 7
 
     asyncio.run(scenario())
 
@@ -105,25 +112,15 @@ def test_heartbeats_say_how_many_routers_there_are() -> None:
     """Each counts once, whatever addresses it has; one that goes is counted no more."""
 
     async def scenario() -> None:
-        processes = [Process("a"), Process("a"), Process("b")]
-        ports = [await process.start() for process in processes]
-        processes[0].control_ports = ports
-        running = asyncio.create_task(announcer(ports[0]).run())
+        async with announced_at(Process("a"), Process("a"), Process("b")) as (first, _, third):
 
-        async def told(number: int) -> None:
-            while processes[0].counts[-1:] != [number]:
-                processes[0].beat.clear()
-                await processes[0].beat.wait()
+            async def told(number: int) -> None:
+                while first.counts[-1:] != [number]:
+                    first.beat.clear()
+                    await first.beat.wait()
 
-        try:
-            async with asyncio.timeout(20):
-                await told(2)
-                await processes[2].server.stop(0)
-                await told(1)
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            for process in processes:
-                await process.server.stop(0)
+            await told(2)
+            await third.server.stop(0)
+            await told(1)
 
     asyncio.run(scenario())

@@ -58,6 +58,13 @@ def forget(engine: Engine) -> None:
     engine.scheduler.pool.evict_cached(float("inf"), 0)
 
 
+async def only_at_decode(prefill: Engine, decode: Engine) -> None:
+    """The prompt has been served; prefill has forgotten it since."""
+    await hand_over(prefill, decode, generate(1, PROMPT))
+    await decode.until(lambda: not decode.scheduler.busy)
+    forget(prefill)
+
+
 async def all_idle(*engines: Engine) -> None:
     for one in engines:
         await one.until(lambda one=one: not one.core.sharing.busy)
@@ -113,9 +120,7 @@ def test_another_decode_worker_takes_a_session_over() -> None:
 def test_only_what_is_missing_is_sent() -> None:
     async def run() -> None:
         async with pair() as (p, d):
-            await hand_over(p, d, generate(1, PROMPT))
-            await d.until(lambda: not d.scheduler.busy)
-            forget(p)
+            await only_at_decode(p, d)
             first = await copy(d, p, pull(2, PROMPT[:16]))
             rest = await copy(d, p, pull(3, PROMPT))
             assert first.kv_bytes == 4 * p.runner.layout.block_bytes
@@ -208,9 +213,7 @@ def test_a_full_pool_refuses_at_once() -> None:
 def test_a_worker_that_drains_gives_and_doesnt_take() -> None:
     async def run() -> None:
         async with pair() as (p, d):
-            await hand_over(p, d, generate(1, PROMPT))
-            await d.until(lambda: not d.scheduler.busy)
-            forget(p)
+            await only_at_decode(p, d)
             d.core.draining = True
             d.send(pull=pull(2, NEXT))
             assert (await d.event_of_failure(2)).kind == FailureKind.DRAINING
@@ -223,9 +226,7 @@ def test_a_worker_that_drains_gives_and_doesnt_take() -> None:
 def test_cancelled_at_either_end() -> None:
     async def run() -> None:
         async with pair() as (p, d):
-            await hand_over(p, d, generate(1, PROMPT))
-            await d.until(lambda: not d.scheduler.busy)
-            forget(p)
+            await only_at_decode(p, d)
             p.send(pull=pull(2, PROMPT))
             granted = await p.event("granted", 2)
             p.send(cancel=pb.Cancel(handle=2))
@@ -259,9 +260,7 @@ def test_a_stranger_in_the_holders_place() -> None:
 
     async def run() -> None:
         async with pair() as (p, d):
-            await hand_over(p, d, generate(1, PROMPT))
-            await d.until(lambda: not d.scheduler.busy)
-            forget(p)
+            await only_at_decode(p, d)
             p.send(pull=pull(2, PROMPT))
             granted = await p.event("granted", 2)
             d.send(share=share(pull(2, PROMPT), granted, "its predecessor"))

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.estimate import LINKS, Link
+from pd_core.policies import POLICIES
 from pd_router import affinity
 from pd_router.costs import Costs, outlook, soonest
 from pd_router.fleet import LoadReport, WorkerView, routers_seen
 from pd_router.policy import Exclusions, Need, Placement, place
-from pd_router.routing import POLICIES, Chance, Routing
+from pd_router.routing import Chance, Routing
 from tests.pd_router.test_policy import d, p
 
 NEED = Need(tokens=2000, output_tokens=100)

@@ -1,6 +1,7 @@
 """Whether a prompt's beginning is copied or computed, and how a copy goes: pure."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -129,12 +130,16 @@ def test_a_worker_that_drains_still_gives() -> None:
 # ---- the policy ---------------------------------------------------------------------
 
 
+def holding(held: dict[WorkerId, int]) -> Callable[[WorkerView], int]:
+    """So many of the prompt's tokens are cached at each."""
+    return lambda worker: held.get(worker.id, 0)
+
+
 def placed(
     workers: list[WorkerView], held: dict[WorkerId, int], exclusions: Exclusions | None = None
 ) -> Placement:
     routing = Routing(link=LINK, disaggregate="always")
-    cached = lambda w: held.get(w.id, 0)  # noqa: E731
-    found = place(NEED, workers, cached, exclusions or Exclusions(), routing=routing)
+    found = place(NEED, workers, holding(held), exclusions or Exclusions(), routing=routing)
     assert isinstance(found, Placement)
     return found
 
@@ -169,9 +174,7 @@ def test_a_session_whose_worker_is_full_is_taken_over() -> None:
     routing = Routing(link=LINK)
 
     def going(workers: list[WorkerView]) -> Placement:
-        held = {owner: 3840}
-        cached = lambda w: held.get(w.id, 0)  # noqa: E731
-        found = place(need, workers, cached, Exclusions(), routing=routing)
+        found = place(need, workers, holding({owner: 3840}), Exclusions(), routing=routing)
         assert isinstance(found, Placement)
         return found
 

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,7 @@ async def site(
     async with AsyncExitStack() as stack:
         rigs = [await stack.enter_async_context(rig(**options)) for _ in range(routers)]
         for number, r in enumerate(rigs):
-            chance = random.Random(number)
-            r.sessions._draw = lambda chance=chance: chance.getrandbits(48)  # type: ignore[misc]
+            r.sessions._draw = partial(random.Random(number).getrandbits, 48)
         fakes = []
         for role in ("prefill", "decode"):
             for number in range(workers):

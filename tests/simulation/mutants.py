@@ -201,7 +201,8 @@ def cached_before_committed() -> list[Change]:
         granted = real(self, seq, blocks, slots, now)
         if granted:
             whole = len(seq.tokens) // self.pool.block_tokens
-            for block, key in zip(seq.table, seq.hash_blocks(whole, self.pool.block_tokens)):  # noqa: B905
+            keys = seq.hash_blocks(whole, self.pool.block_tokens)
+            for block, key in zip(seq.table, keys, strict=False):
                 if key not in self.pool._block_of:
                     self.pool._block_of[key] = block
                     self.pool._hash_of[block] = key

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pd_core.failures import Failure, FailureKind, RequestFailure
+from pd_core.policies import POLICIES
 from pd_engine import announce, core, server, sharing
 from pd_engine.kv import frames, plane, tcp
 from pd_proto import tls
@@ -22,7 +23,7 @@ from pd_router import link, pulling, session, workers
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
 from pd_router.pulls import PullRules
-from pd_router.routing import POLICIES, Routing
+from pd_router.routing import Routing
 from pd_router.session import Sessions
 from pd_router.workers import Workers, WorkersConfig
 from tests.simulation.kvnet import KvNet

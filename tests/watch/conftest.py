@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster import packages
+from tests.prometheus import PROMTOOL, need_programs
 
-PROMETHEUS, PROMTOOL = "/usr/bin/prometheus", "/usr/bin/promtool"
 _DEADLINE_S = 120
 
 
 @pytest.fixture(scope="session", autouse=True)
 def programs() -> None:
-    packages.need({PROMETHEUS: "prometheus", PROMTOOL: "prometheus"})
+    need_programs()
 
 
 def promtool(*arguments: str, folder: Path) -> str:

@@ -9,35 +9,28 @@ import asyncio
 import json
 import re
 import signal
-import subprocess
 import threading
-import time
-import urllib.parse
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from pd_operator import alerts, api, web
 from pd_operator.metrics import CONTENT_TYPE
 from tests import client
-from tests.cluster import Cluster, http_get, serving, spec
+from tests.cluster import Cluster, serving, spec
 from tests.collector import collecting
 from tests.pd_operator.fake_api import FakeApi
 from tests.pd_operator.objects import document
 from tests.pd_operator.test_service import operating, until
-from tests.ports import free_port
+from tests.prometheus import DEADLINE_S, SCRAPE_S, Prometheus, running
 from tests.tiny_model import tiny_model_dir
-from tests.watch.conftest import PROMETHEUS
 from tests.watched import BOARDS, queries, variables
 
-SCRAPE_S = 1
 WINDOW = "30s"  # of rates, where Grafana would choose by its step
-DEADLINE_S = 60.0
 ROUNDS = 8
+HEARTBEAT_S = 1.0  # pd_router.workers
 CLUSTER = "test"
 _LABELS = {"namespace": "default", alerts.CLUSTER_LABEL: CLUSTER}
 _VARIABLES = {"$__rate_interval": WINDOW, "$namespace": "default", "$cluster": CLUSTER}
@@ -108,84 +101,6 @@ class Operating:
                 continue
 
 
-class Prometheus:
-    """A real one, over static targets."""
-
-    def __init__(self, folder: Path, targets: list[str], operator: int, rules: Any) -> None:
-        self._folder = folder
-        self.port = free_port()
-        (folder / "rules.yaml").write_text(yaml.safe_dump({"groups": rules}))
-        scrapes = [
-            {
-                "job_name": "pdcluster",
-                "static_configs": [{"targets": targets, "labels": _LABELS}],
-            },
-            {
-                "job_name": "operator",
-                "static_configs": [{"targets": [f"127.0.0.1:{operator}"]}],
-            },
-        ]
-        config = {
-            "global": {
-                "scrape_interval": f"{SCRAPE_S}s",
-                "evaluation_interval": f"{SCRAPE_S}s",
-            },
-            "rule_files": ["rules.yaml"],
-            "scrape_configs": scrapes,
-        }
-        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-
-    @contextmanager
-    def running(self) -> Iterator["Prometheus"]:
-        with (self._folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                [
-                    PROMETHEUS,
-                    f"--config.file={self._folder / 'prometheus.yaml'}",
-                    f"--storage.tsdb.path={self._folder / 'data'}",
-                    f"--web.listen-address=127.0.0.1:{self.port}",
-                ],
-                stdout=log,
-                stderr=log,
-            )
-        try:
-            self.until(lambda: http_get(self._url("/-/ready"))[0] == 200, "prometheus is ready")
-            yield self
-        finally:
-            process.terminate()
-            process.wait(DEADLINE_S)
-
-    def until(self, true: Any, what: str) -> None:
-        ends = time.monotonic() + DEADLINE_S
-        while time.monotonic() < ends:
-            try:
-                if true():
-                    return
-            except (OSError, LookupError):
-                pass
-            time.sleep(0.2)
-        raise AssertionError(f"not within {DEADLINE_S:g} s: {what}")
-
-    def query(self, expression: str) -> list[Any]:
-        """Its vector; AssertionError with what is wrong with the query."""
-        text = urllib.parse.quote(expression)
-        status, body = http_get(self._url(f"/api/v1/query?query={text}"))
-        assert status == 200, body
-        found: list[Any] = json.loads(body)["data"]["result"]
-        return found
-
-    def label_values(self, label: str, selector: str) -> set[str]:
-        """As Grafana asks for a variable's choices."""
-        match = urllib.parse.quote(selector)
-        return set(self.get(f"/api/v1/label/{label}/values?match[]={match}"))
-
-    def get(self, path: str) -> Any:
-        return json.loads(http_get(self._url(path))[1])["data"]
-
-    def _url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.port}{path}"
-
-
 async def ask(cluster: Cluster, text: str, tokens: int, model: str = "tiny") -> int:
     """One streamed chat to its end; its status."""
     body = {
@@ -211,6 +126,21 @@ async def leave(cluster: Cluster) -> None:
     async for _ in answer.events():
         break
     await answer.close()
+
+
+async def talk(cluster: Cluster, number: int) -> None:
+    """Two turns: of the first one's long answer only decode has the KV, and prefill copies it."""
+    prompt = [5 + (number * 61 + i * 7) % 300 for i in range(40)]
+    for tokens in (1200, 4):
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": tokens,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        answer = await client.request("127.0.0.1", cluster.port, "POST", "/v1/completions", body)
+        said = json.loads(await answer.body())
+        await answer.close()
+        prompt += said["choices"][0]["token_ids"]
+        await asyncio.sleep(2 * HEARTBEAT_S)  # until decode has told what it holds
 
 
 @asynccontextmanager
@@ -239,6 +169,8 @@ async def live(cluster: Cluster) -> None:
         assert set(await asyncio.gather(*asked)) == {200}
         assert await ask(cluster, "x", 1, model="other") == 404
         await leave(cluster)
+        if number % 2:
+            await talk(cluster, number)
         await asyncio.sleep(SCRAPE_S)
 
 
@@ -250,15 +182,21 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     pools = {"prefill": {"replicas": 1, "engine": kept}, "decode": {"replicas": 2}}
     with ExitStack() as stack:
         tracing = {"endpoint": stack.enter_context(collecting()).url}
-        made = spec(tiny_model_dir(), **pools, router=routing, slo=SLO, tracing=tracing)
+        made = spec(tiny_model_dir(layers=16), **pools, router=routing, slo=SLO, tracing=tracing)
         rules = [*alerts.groups(api.parse(made)), *alerts.operator_groups()]
         folder = tmp_path_factory.mktemp("prometheus")
         cluster = stack.enter_context(serving(made, tmp_path_factory.mktemp("cluster")))
         at = stack.enter_context(Operating().running())
         targets = [f"{pod.ip}:9090" for pod in cluster.pods()]
-        with Prometheus(folder, targets, at, rules).running() as found:
-            up = lambda: len(found.query("up == 1")) == len(targets) + 1  # noqa: E731
-            found.until(up, "all are scraped")
+        scrapes = [
+            {
+                "job_name": "pdcluster",
+                "static_configs": [{"targets": targets, "labels": _LABELS}],
+            },
+            {"job_name": "operator", "static_configs": [{"targets": [f"127.0.0.1:{at}"]}]},
+        ]
+        with running(folder, scrapes, rules) as found:
+            found.until(lambda: found.up() == len(targets) + 1, "all are scraped")
             asyncio.run(live(cluster))
             yield found
 
