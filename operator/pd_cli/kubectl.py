@@ -251,10 +251,16 @@ def explain(kubectl: Kubectl, name: str, last: int, output: str) -> None:
     if not pods:
         raise click.ClickException("no operator's pod is found: is the chart installed?")
     said: list[str] = []
+    mute: list[click.ClickException] = []  # one that starts has no log yet
     for pod in pods:
         place, operator = pod["metadata"]["namespace"], pod["metadata"]["name"]
         logs = ("logs", f"--namespace={place}", f"--tail={_LOG_LINES}", operator)
-        said += kubectl.run(*logs).splitlines()
+        try:
+            said += kubectl.run(*logs).splitlines()
+        except click.ClickException as error:
+            mute.append(error)
+    if len(mute) == len(pods):
+        raise mute[0]
     say(said, name, last, output)
 
 

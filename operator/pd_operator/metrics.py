@@ -99,9 +99,9 @@ class Metrics:
         if not self._operations.of(key):
             for operation, kind in _ROLLING:
                 self._operations.start(key, operation, kind)
-        known = {values[0] for values in self._decisions.of(key)}
+        known = set(self._decisions.of(key))
         for role, one in decisions.items():
-            if role.value not in known and one.reason != "FixedReplicas":
+            if (role.value, "scale", MOVES[0]) not in known and one.reason != "FixedReplicas":
                 for reason in MOVES:
                     self._decisions.start(key, role.value, "scale", reason)
             self._decisions.add(key, role.value, type(one).__name__.lower(), one.reason)

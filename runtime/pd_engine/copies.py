@@ -29,14 +29,14 @@ class Copies:
     def __init__(self, held: Holdings, most: int) -> None:
         """`most` on their way at once, in both directions together."""
         self._held = held
-        self._most = most
+        self.most = most
 
     def __contains__(self, key: RequestKey) -> bool:
         return self._held.knows(key)
 
     @property
     def full(self) -> bool:
-        return len(self._held.incoming) + len(self._held.exports) >= self._most
+        return len(self._held.incoming) + len(self._held.exports) >= self.most
 
     # ---- taking ----------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ class ImportStats:
     transfer_s: float
     cached_tokens: int
     transport: str = ""
-    quantized: bool = False  # some of it: it isn't what the sender computed
+    altered: bool = False  # quantized or converted: it isn't what the sender computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class _Import:
     conn: Connection | None = None
     pending: PushHead | None = None
     kv_bytes: int = 0
-    quantized: bool = False
+    altered: bool = False
     first_frame_at: float | None = None
 
 
@@ -254,7 +254,8 @@ class Imports:
             return self._end(entry, failure, misfit)
         self._mark(entry, head.range)
         entry.kv_bytes += head.payload_bytes
-        entry.quantized = entry.quantized or bool(head.quantization)
+        converted = entry.sender.dtype != self._layout.dtype
+        entry.altered = entry.altered or converted or bool(head.quantization)
         entry.digest.update(coverage_record(head.range, head.payload_bytes, checksum))
         if entry.missing:
             self._progress(entry, "next frame", self._limits.next_frame_s, now)
@@ -272,8 +273,8 @@ class Imports:
             return self._fail_from(entry, conn, problem)
         self._forget(entry)
         started = now if entry.first_frame_at is None else entry.first_frame_at
-        took_s, quantized = now - started, entry.quantized
-        stats = ImportStats(entry.kv_bytes, took_s, head.cached_tokens, quantized=quantized)
+        took_s, altered = now - started, entry.altered
+        stats = ImportStats(entry.kv_bytes, took_s, head.cached_tokens, altered=altered)
         return [
             Committed(entry.key, head.first, stats, conn),
             Answer(conn, Verdict(head.grant, head.id, committed=True), close=False),

@@ -2,7 +2,8 @@
 
 A copy goes as a hand-over does, by grant, push, seal and commit, but ends in the prefix cache
 instead of in a request, and nobody waits for it here: whoever asked computes the prompt when
-it isn't there in time. What came quantized is never given on: it isn't what was computed.
+it isn't there in time. What came quantized or
+converted is never given on: it isn't what was computed.
 """
 
 import asyncio
@@ -62,7 +63,8 @@ class Sharing:
     """See the module. Everything runs in the event loop."""
 
     def __init__(self, host: Host, lease_s: float, exact: bool) -> None:
-        """`exact`: this worker's blocks are as they were computed, until a quantized one comes."""
+        """`exact`: this worker's blocks are as they were computed, until one comes quantized or
+        converted."""
         self._host = host
         self._lease_s = lease_s
         self.exact = exact
@@ -128,7 +130,7 @@ class Sharing:
         if plane is None:
             return
         if not self.exact:
-            why = "KV came here quantized: its copies wouldn't be what was computed"
+            why = "KV came here quantized or converted: its copies wouldn't be what was computed"
             self._refuse(copy, FailureKind.INVALID_REQUEST, why)
             return
         self._live[key] = copy
@@ -211,7 +213,7 @@ class Sharing:
         if problem:
             self._refuse(copy, FailureKind.INVALID_REQUEST, problem)
             return None
-        if plane is None or copies.full:
+        if plane is None or copies.full or len(self._live) >= copies.most:
             self._refuse(copy, FailureKind.NO_CAPACITY, "too much is on its way already")
             return None
         return plane
@@ -232,9 +234,9 @@ class Sharing:
         """All of it is here, and stays in the prefix cache."""
         del first
         copy, host = self._live.pop(key), self._host
-        if stats.quantized:
+        if stats.altered:
             host.scheduler.copies.give_up(key)
-            self._refuse(copy, FailureKind.TRANSFER_FAILED, "the copy came quantized")
+            self._refuse(copy, FailureKind.TRANSFER_FAILED, "the copy came quantized or converted")
             return
         host.scheduler.copies.attach(key)
         host.metrics.received(stats)
@@ -302,7 +304,7 @@ class ByKey:
     def on_committed(
         self, key: RequestKey, first: tuple[TokenOut, ...], stats: ImportStats
     ) -> None:
-        if stats.quantized:
+        if stats.altered:
             self._copies.exact = False
         self._of(key).on_committed(key, first, stats)
 

@@ -101,7 +101,7 @@ class WorkerView:
     revision: str = ""
     load: LoadReport = LoadReport()
     usable: bool = False  # announced, not draining, linked, breaker closed
-    reachable: bool = False  # likewise, though it may drain
+    reachable: bool = False  # for copies: it may drain, but no probe is taken for them
     shares_prefixes: bool = False
     tokens_per_s: float = 0.0  # prefill: what it measured at its start, then in its work
     product: str = ""  # of its accelerator, as the device names itself

@@ -24,12 +24,14 @@ class PullRules:
     """`most_of_computing`: a copy must promise to take less than that share of computing what
     it brings. `least_gain_s`: and to be sooner by so much, as predictions aren't better.
     `limit_share`: of computing's time, after so much of it the copy is given up; never earlier
-    than after `least_limit_s`."""
+    than after `least_limit_s`, nor later than after `most_limit_s`: decode has granted its room
+    already, and waits for a first frame."""
 
     most_of_computing: float = 0.5
     least_gain_s: float = 0.02
     limit_share: float = 0.8
     least_limit_s: float = 0.05
+    most_limit_s: float = 30.0
 
 
 USUAL = PullRules()
@@ -102,7 +104,7 @@ class Pulls:
             new_tokens=held - cached,
             take_s=take_s,
             save_s=save_s,
-            limit_s=max(rules.least_limit_s, rules.limit_share * save_s),
+            limit_s=min(rules.most_limit_s, max(rules.least_limit_s, rules.limit_share * save_s)),
         )
         return replace(rest, queue_s=max(rest.queue_s, take_s))
 

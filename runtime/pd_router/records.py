@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from pd_proto.v1 import engine_pb2 as pb
-from pd_router.breaker import Breaker, Progress
+from pd_router.breaker import Breaker, Progress, State
 from pd_router.fleet import WorkerView
 from pd_router.link import Link
 
@@ -29,6 +29,12 @@ class Record:
     def why_unusable(self) -> str | None:
         """None when it may get new work."""
         return "it drains" if self.draining else self.why_unreachable
+
+    @property
+    def shares(self) -> bool:
+        """It may be asked for a copy, though it may drain. One that gets a probe at a time isn't:
+        the probe is a request's."""
+        return self.why_unreachable is None and self.breaker.state is State.CLOSED
 
     @property
     def why_unreachable(self) -> str | None:

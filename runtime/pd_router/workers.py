@@ -415,7 +415,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         was_usable = record.view.usable
         known = record.view.id in self._records
         record.view.usable = known and record.why_unusable is None
-        record.view.reachable = known and record.why_unreachable is None
+        record.view.reachable = known and record.shares
         if record.view.usable and not was_usable:
             if record.view.role is not Role.PREFILL:
                 self._settled.set()
@@ -475,7 +475,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             self._move_on(record, late)
         elif (view.usable, view.reachable) != (
             record.why_unusable is None,
-            record.why_unreachable is None,
+            record.shares,
         ):
             self._refresh(record)
 

@@ -230,6 +230,11 @@ def test_explain_reads_the_operators_logs(kubectl: Played) -> None:
     kubectl.answers["logs op-0"] = "\n".join(lines())
     done = kubectl.pd("explain", "chat", "--last", "1", "-o", "json")
     assert (done.returncode, json.loads(done.stdout)["scaling"]["to"]) == (0, 2)
+    # Another operator that only starts has no log.
+    kubectl.answers["get pods"] = {"items": [pod("op-1", ready=False), pod("op-0")]}
+    assert kubectl.pd("explain", "chat").returncode == 0
+    del kubectl.answers["logs op-0"]
+    assert "Error from server" in kubectl.pd("explain", "chat").stderr
 
 
 @pytest.mark.slow

@@ -316,6 +316,7 @@ def test_between_two_workers(
                 first = p.first_block(prefix_blocks * d.block_tokens, 41)
                 assert stats.kv_bytes == (p.blocks_for(41) - first) * p.block_bytes
                 assert stats.transport == transport
+                assert stats.altered == (p.dtype != d.dtype), "then it's nothing to give on"
             assert decode.plane.connections == 1  # and the connection is used again
 
     run(body())

@@ -55,6 +55,9 @@ def test_a_fixed_pool_has_no_series_of_moves() -> None:
     assert told(metrics, "scaling_decisions_total") == {
         ("chat", "decode", "hold", "FixedReplicas"): 1
     }
+    # Sized by its promise from now on: its first move counts.
+    decided(metrics, CHAT, decode=Hold(1, "AtTarget", "", {}))
+    assert told(metrics, "scaling_decisions_total")["chat", "decode", "scale", "MoreDemand"] == 0
 
 
 def test_series_end_with_their_pdcluster_and_no_other() -> None:

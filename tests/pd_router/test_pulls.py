@@ -71,6 +71,13 @@ def test_a_long_prefix_that_decode_holds_is_pulled() -> None:
     assert "3840 tokens pulled from d-0" in pull.reason
 
 
+def test_however_slow_computing_is_a_copy_is_given_up_before_decode_gives_up() -> None:
+    pull = found(view("p-0", Role.PREFILL, tokens_per_s=20.0), (D, 3840))
+    assert pull is not None
+    assert pull.save_s == pytest.approx(192)
+    assert pull.limit_s == 30
+
+
 def test_only_what_the_target_lacks_counts() -> None:
     pull = found(P, (P, 1920), (D, 3840))
     assert pull is not None

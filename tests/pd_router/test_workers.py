@@ -407,6 +407,8 @@ def test_a_worker_that_fails_fast_gets_only_probes_until_it_works(
             assert entry_of(r, good.name)["breaker"] == "closed"
             bad.fail_next.clear()
             await until(lambda: r.usable(bad), "it may be probed")
+            [half_open] = [v for v in r.workers.views() if v.id.name == bad.name]
+            assert not half_open.reachable, "a copy would take the probe"
             for number in range(60):
                 await r.complete(prompt=tuple(range(number, number + 10)))
                 if entry_of(r, "w-0")["breaker"] == "closed":
