@@ -80,6 +80,7 @@ def traced(router: Router, node: Node | None) -> Router:
 def _routing(node: Node) -> list[str]:
     policy = node.choice("policy", "cost", POLICIES)
     disaggregate = node.choice("disaggregate", "auto", ("auto", "always", "never"))
+    copies = node.choice("copies", "auto", ("auto", "never"))
     limit = node.number("sessionKvLimit", 0.8, 0, 1)
     trace = node.flag("trace", False)
     hedge = node.child("hedge")
@@ -88,6 +89,7 @@ def _routing(node: Node) -> list[str]:
     made = [
         *([f"--policy={policy}"] if policy != "cost" else []),
         *([f"--disaggregate={disaggregate}"] if disaggregate != "auto" else []),
+        *([f"--copies={copies}"] if copies != "auto" else []),
         *([f"--session-kv-limit={limit:g}"] if limit != 0.8 else []),
         *hedged,
     ]

@@ -232,6 +232,7 @@ class Announcer:
         beat = pb.Heartbeat(
             seq=seq,
             routers=len(set(self._welcomed.values())),  # one may have several addresses
+            altered=not core.sharing.exact,
             state=pb.WORKER_STATE_DRAINING if core.draining else pb.WORKER_STATE_READY,
             load=pb.Load(
                 queued=load.queued,

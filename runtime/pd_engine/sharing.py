@@ -129,9 +129,7 @@ class Sharing:
         plane = self._plane(key, copy, hashes)
         if plane is None:
             return
-        if not self.exact:
-            why = "KV came here quantized or converted: its copies wouldn't be what was computed"
-            self._refuse(copy, FailureKind.INVALID_REQUEST, why)
+        if self._altered(copy):
             return
         self._live[key] = copy
         archive = self._host.intake.archive
@@ -163,6 +161,9 @@ class Sharing:
             archive.repay(refill)
 
     def _send(self, key: RequestKey, copy: _Copy, hashes: Hashes, message: pb.Share) -> None:
+        if self._altered(copy):  # while it was read back
+            del self._live[key]
+            return
         copies, plane = self._host.scheduler.copies, self._host.plane
         blocks = copies.pin(key, hashes)
         if blocks is None or plane is None:
@@ -199,6 +200,13 @@ class Sharing:
     def close_stream(self, number: int) -> None:
         for key in [key for key in self._live if key[0] == number]:
             self.cancel(key)
+
+    def _altered(self, copy: _Copy) -> bool:
+        """Whether copies of what is here could be of something else; whoever asked is told."""
+        if not self.exact:
+            why = "KV came here quantized or converted: its copies wouldn't be what was computed"
+            self._refuse(copy, FailureKind.INVALID_REQUEST, why)
+        return not self.exact
 
     def _plane(self, key: RequestKey, copy: _Copy, hashes: Hashes) -> KvPlane | None:
         """None: it can't be done, and whoever asked has been told."""

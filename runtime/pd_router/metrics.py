@@ -101,7 +101,7 @@ class Metrics:
                 self._retries.labels(self.model, kind.value)
         for outcome in ("won", "lost"):
             self._hedges.labels(self.model, outcome)
-        for outcome in ("done", "computed"):
+        for outcome in ("done", "computed", "cancelled"):
             self._pulls.labels(self.model, outcome)
 
     def unauthorized(self) -> None:
@@ -197,13 +197,14 @@ class Metrics:
         self._completion_tokens.inc(timeline.completion_tokens)
         self._queue.at("router", timeline.sla).observe(timeline.queue_s)
         self._signals.ended(timeline, self._clock())
+        self._count_pulls(timeline)
         if timeline.ttft_s is None:
             return  # it didn't get as far as all that follows
         self._prefill_queue.at(prefill).observe(timeline.prefill_queue_s)
         self._prefill.at(prefill).observe(timeline.prefill_s)
         self._grant_wait.at(decode).observe(timeline.grant_wait_s)
         if timeline.pulled_from:
-            self._pulled(timeline, prefill)
+            self._pull.at(prefill).observe(timeline.pull_s)
         if timeline.kv_bytes:
             self._transfer.at(decode).observe(timeline.transfer_s)
             self._exposed.at(decode).observe(timeline.exposed_s)
@@ -211,12 +212,15 @@ class Metrics:
         if timeline.tpot_s is not None:
             self._tpot.at(decode, timeline.sla).observe(timeline.tpot_s)
 
-    def _pulled(self, timeline: Timeline, pool: str) -> None:
+    def _count_pulls(self, timeline: Timeline) -> None:
         """What became of copies that were to spare computing."""
-        self._pull.at(pool).observe(timeline.pull_s)
         self._pulled_tokens.inc(timeline.pulled_tokens)
-        done = int(timeline.pulled_tokens > 0)
-        for outcome, count in (("done", done), ("computed", timeline.pulls_failed)):
+        ended = {
+            "done": int(timeline.pulled_tokens > 0),
+            "computed": timeline.pulls_failed,
+            "cancelled": timeline.pulls_cancelled,
+        }
+        for outcome, count in ended.items():
             self._pulls.labels(self.model, outcome).inc(count)
 
     def expose(self) -> bytes:

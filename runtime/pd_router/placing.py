@@ -1,5 +1,6 @@
 """The policy over the workers of the moment, for one request."""
 
+import time
 from collections.abc import Callable
 
 from pd_router import policy
@@ -43,6 +44,7 @@ class RequestPlacer:
             self._hashed = token_ids
             self._hashes = PromptHashes(token_ids, self._salt)
         hashes, prefixes = self._hashes, self._workers.prefixes
+        now, between = time.monotonic(), self._workers.broken.between
         return policy.place(
             need,
             self._workers.views(),
@@ -52,6 +54,7 @@ class RequestPlacer:
             block_hash=hashes.at,
             routing=self._routing,
             chance=self._chance(),
+            broken=lambda holder, target: between(holder, target, now),
         )
 
     def uncached(self) -> int:

@@ -14,7 +14,7 @@ from pd_router import affinity
 from pd_router.costs import CachedTokens, Costs, Need, Prefill
 from pd_router.explain import decode_reason, local_reason, named, prefill_reason
 from pd_router.fleet import Role, WorkerId, WorkerView
-from pd_router.pulls import Pull, Pulls
+from pd_router.pulls import Pull, Pulls, none_broken
 from pd_router.routing import DEFAULT, NO_CHANCE, Chance, Routing
 from pd_router.types import Considered
 
@@ -94,9 +94,10 @@ def place(
     block_hash: BlockHash = _no_blocks,
     routing: Routing = DEFAULT,
     chance: Chance = NO_CHANCE,
+    broken: Callable[[WorkerId, WorkerId], bool] = none_broken,
 ) -> Placement | Unplaced:
     """Chooses decode (unless it's given: then it has granted already, and prefill alone is
-    to be chosen) and prefill. O(workers)."""
+    to be chosen) and prefill. `broken`: no copies between these two. O(workers)."""
     workers = list(workers)
     usable = [w for w in workers if w.usable]
     decoders = [
@@ -116,7 +117,7 @@ def place(
     known = _Known(cached_tokens, block_hash)
     choice = _Choice(need, usable, prefillers, known, exclusions, routing, chance)
     if routing.policy == "cost":
-        choice.may_pull_from(workers)
+        choice.may_pull_from(workers, broken)
     return choice.make(open_to_us, may_be_local=decode_at is None)
 
 
@@ -196,11 +197,14 @@ class _Choice:
         self._partners: dict[WorkerId, list[WorkerView]] = {}
         self._pulls = Pulls((), known.cached_at, routing.link, None)
 
-    def may_pull_from(self, workers: Sequence[WorkerView]) -> None:
+    def may_pull_from(
+        self, workers: Sequence[WorkerView], broken: Callable[[WorkerId, WorkerId], bool]
+    ) -> None:
         """A prompt's beginning may be copied from these, where that's sooner."""
         barred = self._exclusions.barred | self._exclusions.disliked
         holders = [w for w in workers if w.id not in barred]
-        self._pulls = Pulls(holders, self._known.cached_at, self._routing.link, self._routing.pulls)
+        link, rules = self._routing.link, self._routing.pulls
+        self._pulls = Pulls(holders, self._known.cached_at, link, rules, broken)
 
     def make(self, decoders: Sequence[WorkerView], *, may_be_local: bool) -> Placement:
         ranks = [self._rank(w) for w in decoders]

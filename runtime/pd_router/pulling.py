@@ -74,6 +74,7 @@ class Pulling:
         running = self._running.pop(side, None)
         if running is not None:
             running.cancel()
+            self._timeline.pulls_cancelled += 1
 
     def _note(self, pull: Pull, end: Over) -> None:
         line = self._timeline
@@ -84,6 +85,8 @@ class Pulling:
             line.pulled_bytes += end.kv_bytes
             return
         line.pulls_failed += 1
+        if end.broken:
+            self._workers.broken.failed(pull.holder, pull.target, time.monotonic())
         line.reason += f"; computed after all: the pull failed, {end.why}"
         log.info("request=%s pull failed: %s", self._request.request_id, end.why)
 

@@ -7,6 +7,7 @@ is done, and the copy only as long as it can still be sooner. It's a copy in the
 and block size: what would have to be converted wouldn't be what the worker had computed.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -35,6 +36,32 @@ class PullRules:
 
 
 USUAL = PullRules()
+
+
+class Broken:
+    """Pairs of workers whose last copy failed: for a while the next would, too, and each costs
+    a prompt its limit. A worker that starts again is another one."""
+
+    def __init__(self, for_s: float = 30.0, most: int = 4096) -> None:
+        """Of more than `most` the oldest are forgotten."""
+        self._for_s = for_s
+        self._most = most
+        self._until: OrderedDict[tuple[WorkerId, WorkerId], float] = OrderedDict()
+
+    def failed(self, holder: WorkerId, target: WorkerId, now: float) -> None:
+        self._until[holder, target] = now + self._for_s
+        self._until.move_to_end((holder, target))
+        while len(self._until) > self._most:
+            self._until.popitem(last=False)
+
+    def between(self, holder: WorkerId, target: WorkerId, now: float) -> bool:
+        return self._until.get((holder, target), now) > now
+
+
+def none_broken(holder: WorkerId, target: WorkerId) -> bool:
+    """Where nothing is known of failed copies."""
+    del holder, target
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +94,15 @@ class Pulls:
         cached_tokens: CachedTokens,
         link: Link,
         rules: PullRules | None,
+        broken: Callable[[WorkerId, WorkerId], bool] = none_broken,
     ) -> None:
-        """`workers`: those that may be asked for a copy. No rules: there are none."""
+        """`workers`: those that may be asked for a copy, but for pairs that are `broken`. No
+        rules: there are none."""
         self._workers = workers
         self._cached_tokens = cached_tokens
         self._link = link
         self._rules = rules
+        self._broken = broken
         self._holders: list[tuple[int, WorkerView]] | None = None
         self._found: dict[WorkerId, Pull] = {}
 
@@ -120,7 +150,9 @@ class Pulls:
         for held, holder in self._holders:
             if held <= cached:
                 break
-            if holder is not worker and _same(holder, worker):
+            if holder is worker or self._broken(holder.id, worker.id):
+                continue
+            if _same(holder, worker):
                 return held, holder
         return 0, None
 

@@ -7,7 +7,7 @@ the copy in the prefix cache or without it.
 
 from dataclasses import dataclass
 
-from pd_core.failures import Failure
+from pd_core.failures import Failure, FailureKind
 from pd_router.moves import Committed, Granted
 from pd_router.pulls import Pull
 
@@ -34,11 +34,13 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The prompt goes on. The last action. `why` is empty where the copy is there."""
+    """The prompt goes on. The last action. `why` is empty where the copy is there; `broken`:
+    the next one between these two would most likely fail, too."""
 
     kv_bytes: int
     took_s: float
     why: str = ""
+    broken: bool = False
 
 
 PullAction = AskTarget | AskHolder | Close | Over
@@ -77,14 +79,16 @@ class PullWalk:
             return []
         del self._open[target]
         closed: list[PullAction] = [Close(target, cancel=False)]
-        return [*closed, *self._close(cancel=True), self._over(now, why=failure.message)]
+        broken = failure.kind is not FailureKind.NO_CAPACITY  # that may pass in a moment
+        over = self._over(now, why=failure.message, broken=broken)
+        return [*closed, *self._close(cancel=True), over]
 
     def tick(self, now: float) -> list[PullAction]:
         """Computing is sooner from now on."""
         if self.ended or now < self.due:
             return []
         why = f"it took longer than {self._pull.limit_s:.3f} s"
-        return [*self._close(cancel=True), self._over(now, why=why)]
+        return [*self._close(cancel=True), self._over(now, why=why, broken=True)]
 
     def cancel(self) -> list[PullAction]:
         """The request wants it no more."""
@@ -95,6 +99,6 @@ class PullWalk:
         sides, self._open = self._open, {}
         return [Close(target, cancel) for target in sides]
 
-    def _over(self, now: float, kv_bytes: int = 0, why: str = "") -> Over:
+    def _over(self, now: float, kv_bytes: int = 0, why: str = "", *, broken: bool = False) -> Over:
         self.ended = True
-        return Over(kv_bytes, now - self._began, why)
+        return Over(kv_bytes, now - self._began, why, broken)

@@ -14,6 +14,7 @@ from pd_core.policies import POLICIES
 from pd_router import classes
 from pd_router.classes import NO_PROMISES, Promises
 from pd_router.hedging import DEFAULT_SHARE, Hedge
+from pd_router.pulls import USUAL
 from pd_router.routing import DEFAULT, DISAGGREGATE, Routing
 
 MAX_PROCESSES = 32
@@ -128,9 +129,10 @@ def parse(arguments: Sequence[str]) -> Settings:
     given = vars(parser.parse_args(arguments))
     names = ("policy", "disaggregate", "session_kv_limit", "link")
     after, share = given.pop("hedge"), given.pop("hedge_share")
+    pulls = USUAL if given.pop("copies") == "auto" else None
     try:
         hedge = Hedge(None if after == "auto" else after, share) if after is not None else None
-        routing = Routing(**{name: given.pop(name) for name in names}, hedge=hedge)
+        routing = Routing(**{name: given.pop(name) for name in names}, pulls=pulls, hedge=hedge)
     except ValueError as error:
         parser.error(str(error))
     settings = Settings(**given, routing=routing)
@@ -181,6 +183,8 @@ def _add_routing(parser: argparse.ArgumentParser) -> None:
     add("--policy", choices=POLICIES, default=DEFAULT.policy, help="how workers are chosen")
     add("--disaggregate", choices=DISAGGREGATE, default=DEFAULT.disaggregate,
         help="auto: a prompt may be computed where it's decoded, when that is faster")  # fmt: skip
+    add("--copies", choices=("auto", "never"), default="auto",
+        help="auto: a prompt's beginning is copied between workers, if that is faster")  # fmt: skip
     add("--session-kv-limit", type=_positive, default=DEFAULT.session_kv_limit, metavar="SHARE",
         help="a decode worker whose KV is fuller doesn't keep its sessions")  # fmt: skip
     add("--link", type=_link, default=DEFAULT.link, metavar="NAME|RATE",

@@ -108,6 +108,7 @@ class Timeline:
     pulled_bytes: int = 0
     pull_s: float = 0.0  # until the copy was there, or given up
     pulls_failed: int = 0
+    pulls_cancelled: int = 0  # the request was over, or went elsewhere, before they were
     kv_bytes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0  # of it: after token 0 had come, before decode had all

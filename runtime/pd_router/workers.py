@@ -28,6 +28,7 @@ from pd_router.breaker import Progress, State
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
 from pd_router.prefixes import PrefixIndex
+from pd_router.pulls import Broken
 from pd_router.records import Record, Work
 from pd_router.types import Bundle, Limits
 
@@ -74,6 +75,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._certificates = certificates
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
+        self.broken = Broken()
         self._guess = 1.0  # of routers, where no worker counts them
         self._told = 0
         self._records: dict[WorkerId, Record] = {}
@@ -370,6 +372,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             record.breaker.alive(now)
         record.view.report(load)
         record.routers = beat.routers
+        record.view.shares_prefixes = record.hello.shares_prefixes and not beat.altered
         self._told = max(self._told, beat.routers)
         if not self._told:
             self._guess += _ROUTERS_WEIGHT * (routers_seen(self.views()) - self._guess)

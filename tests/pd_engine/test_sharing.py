@@ -151,6 +151,31 @@ def test_what_is_kept_beyond_the_pool_is_given_too() -> None:
     asyncio.run(run())
 
 
+def test_kv_that_comes_quantized_while_a_copy_is_read_back_ends_the_copy() -> None:
+    async def run() -> None:
+        stores = Stores(host=HostSlots(64, LAYOUT.block_bytes))
+        d = Keeper("both", 32, stores, NOTHING_IDLE, SLOW_PREFILL)
+        p = Engine("prefill", 64, 6)
+        await d.start()
+        await p.start()
+        try:
+            await d.ask(1, PROMPT)
+            await d.rest()
+            p.send(pull=pull(2, PROMPT))
+            granted = await p.event("granted", 2)
+            d.send(share=share(pull(2, PROMPT), granted, "epoch-prefill"))
+            assert d.core.sharing.busy, "it's being read back"
+            d.core.sharing.exact = False
+            assert "quantized" in (await d.event_of_failure(2)).message
+            p.send(cancel=pb.Cancel(handle=2))
+            await all_idle(p, d)
+        finally:
+            await p.close()
+            await d.close()
+
+    asyncio.run(run())
+
+
 def test_another_tenants_prefix_isnt_given() -> None:
     async def run() -> None:
         async with pair() as (p, d):

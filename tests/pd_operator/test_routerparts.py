@@ -58,7 +58,12 @@ def test_collectors_have_ports_that_there_are(port: int) -> None:
 def test_the_router_reads_what_is_written() -> None:
     written = {
         "processes": 3,
-        "routing": {"policy": "prefix", "disaggregate": "never", "sessionKvLimit": 0.5},
+        "routing": {
+            "policy": "prefix",
+            "disaggregate": "never",
+            "copies": "never",
+            "sessionKvLimit": 0.5,
+        },
         "admission": {
             "classHeader": True,
             "classes": [{"name": "std"}, {"name": "vip", "priority": 9, "ttft": "500ms"}],
@@ -73,6 +78,7 @@ def test_the_router_reads_what_is_written() -> None:
     read = router_settings.parse([*given, *places])
     assert (read.routing.policy, read.routing.disaggregate) == ("prefix", "never")
     assert read.routing.session_kv_limit == 0.5
+    assert read.routing.pulls is None
     assert read.class_header
     assert read.processes == 3
     vip = read.promises.named("vip")

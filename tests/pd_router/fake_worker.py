@@ -139,6 +139,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.binds = 0
         self._announcing: asyncio.Task[None] | None = None
         self.counts_routers = True  # older ones don't
+        self.altered = False  # KV came quantized
         self.announced_at = 0
         self.port = 0
 
@@ -282,6 +283,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
             prefix_reset=reset,
             prefix_gained=gained,
             routers=self.announced_at if self.counts_routers else 0,
+            altered=self.altered,
         )
 
     def known_prefix(self, tokens: Sequence[int]) -> list[bytes]:

@@ -86,6 +86,8 @@ def test_copies_by_what_became_of_them() -> None:
     metrics.generation_done(a_timeline(**SERVED | copy))
     metrics.generation_done(a_timeline(**SERVED | copy | {"pulled_tokens": 0, "pulls_failed": 1}))
     metrics.generation_done(a_timeline(**SERVED))
+    metrics.generation_done(a_timeline(pulls_cancelled=1))  # its client left meanwhile
+    assert value(metrics, "pulls_total", outcome="cancelled") == 1
     assert value(metrics, "pulls_total", outcome="done") == 1
     assert value(metrics, "pulls_total", outcome="computed") == 1
     assert value(metrics, "pulled_tokens_total") == 32

@@ -64,6 +64,22 @@ def test_a_copy_that_fails_is_computed(stage: str, kind: FailureKind) -> None:
         line = await r.complete(prompt=PROMPT)
         assert (line.pulled_tokens, line.pulls_failed, line.attempts) == (0, 1, 1)
         assert "the pull failed, as told" in line.reason
+        before = len(p.seen.pulls)
+        line = await r.complete(prompt=PROMPT)
+        again = kind is FailureKind.NO_CAPACITY  # that may have passed
+        assert len(p.seen.pulls) == before + again
+        assert line.pulled_from == ("d-0" if again else "")
+
+    run(test)
+
+
+def test_a_holder_whose_kv_was_altered_is_asked_no_more() -> None:
+    async def test(r: Rig, p: FakeWorker, d: FakeWorker) -> None:
+        d.altered = True
+        await until(lambda: not all(v.shares_prefixes for v in r.workers.views()))
+        line = await r.complete(prompt=PROMPT)
+        assert (line.pulled_from, line.pulls_failed) == ("", 0)
+        assert not p.seen.pulls
 
     run(test)
 
@@ -110,6 +126,8 @@ def test_a_client_that_leaves_meanwhile_frees_everything(stage: str) -> None:
         generation.cancel()
         await until(lambda: p.seen.pulls[0].handle in p.seen.cancels)
         assert not p.seen.prefills
+        line = generation.timeline
+        assert (line.pulls_failed, line.pulls_cancelled) == (0, 1)
 
     run(test)
 

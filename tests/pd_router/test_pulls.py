@@ -14,7 +14,7 @@ from pd_router.costs import Costs, Need
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView
 from pd_router.moves import Committed, Granted
 from pd_router.policy import Exclusions, Placement, place
-from pd_router.pulls import USUAL, Pull, PullRules, Pulls
+from pd_router.pulls import USUAL, Broken, Pull, PullRules, Pulls
 from pd_router.pullwalk import AskHolder, AskTarget, Close, Over, PullWalk
 from pd_router.routing import Routing
 
@@ -113,6 +113,35 @@ def test_holders_that_arent_asked(why: dict[str, Any]) -> None:
 
 def test_the_target_has_as_much_itself() -> None:
     assert found(P, (P, 3840), (D, 3840)) is None
+
+
+def test_after_a_failed_copy_another_holder_is_asked_or_none() -> None:
+    other = view("d-1", Role.DECODE)
+    broken = Broken(for_s=30.0)
+    broken.failed(D.id, P.id, 100.0)
+
+    def asked(now: float, *holders: WorkerView) -> str:
+        pulls = Pulls(
+            holders, lambda w: 0 if w is P else 3840, LINK, USUAL,
+            lambda holder, target: broken.between(holder, target, now),
+        )  # fmt: skip
+        costs = Costs(NEED, [P, *holders], LINK)
+        pulls.better(costs.prefill(P, 0), costs.prefill)
+        pull = pulls.of(P.id)
+        return pull.holder.name if pull is not None else ""
+
+    assert asked(129.9, D, other) == "d-1"
+    assert asked(129.9, D) == ""
+    assert asked(130.0, D) == "d-0"
+    assert not broken.between(P.id, D.id, 100.0), "the other way is another link"
+
+
+def test_what_is_known_of_failed_copies_is_bounded() -> None:
+    broken = Broken(for_s=30.0, most=2)
+    ids = [WorkerId(f"d-{i}", "e") for i in range(3)]
+    for at, one in enumerate((ids[0], ids[1], ids[0], ids[2])):
+        broken.failed(one, P.id, float(at))
+    assert [broken.between(one, P.id, 4.0) for one in ids] == [True, False, True]
 
 
 def test_switched_off() -> None:
@@ -233,7 +262,7 @@ def test_one_side_that_fails_ends_the_other(target: bool) -> None:
     assert walk.failed(target=target, failure=LOST, now=10.1) == [
         Close(target, cancel=False),
         Close(not target, cancel=True),
-        Over(0, pytest.approx(0.1), "gone"),
+        Over(0, pytest.approx(0.1), "gone", broken=True),
     ]
 
 

@@ -212,7 +212,7 @@ class Load(_message.Message):
     def __init__(self, queued: _Optional[int] = ..., running: _Optional[int] = ..., waiting_grants: _Optional[int] = ..., pending_tokens: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., kv_free: _Optional[int] = ..., kv_cached: _Optional[int] = ..., kv_active: _Optional[int] = ..., kv_granted: _Optional[int] = ..., kv_quarantined: _Optional[int] = ..., step_s: _Optional[float] = ..., steps: _Optional[int] = ..., busy_s: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., computed_pairs: _Optional[int] = ..., pending_pairs: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("seq", "state", "load", "prefix_gained", "prefix_lost", "prefix_reset", "routers")
+    __slots__ = ("seq", "state", "load", "prefix_gained", "prefix_lost", "prefix_reset", "routers", "altered")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class Heartbeat(_message.Message):
     PREFIX_LOST_FIELD_NUMBER: _ClassVar[int]
     PREFIX_RESET_FIELD_NUMBER: _ClassVar[int]
     ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    ALTERED_FIELD_NUMBER: _ClassVar[int]
     seq: int
     state: WorkerState
     load: Load
@@ -227,7 +228,8 @@ class Heartbeat(_message.Message):
     prefix_lost: _containers.RepeatedScalarFieldContainer[bytes]
     prefix_reset: bool
     routers: int
-    def __init__(self, seq: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prefix_gained: _Optional[_Iterable[bytes]] = ..., prefix_lost: _Optional[_Iterable[bytes]] = ..., prefix_reset: _Optional[bool] = ..., routers: _Optional[int] = ...) -> None: ...
+    altered: bool
+    def __init__(self, seq: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prefix_gained: _Optional[_Iterable[bytes]] = ..., prefix_lost: _Optional[_Iterable[bytes]] = ..., prefix_reset: _Optional[bool] = ..., routers: _Optional[int] = ..., altered: _Optional[bool] = ...) -> None: ...
 
 class WorkRequest(_message.Message):
     __slots__ = ("commands",)
