@@ -4,6 +4,8 @@ prompts of 512 to 8,000 tokens, by shm, by tcp, and over links of 10 and 25 Gbit
 Token 0 comes from prefill, so a transfer never shows in the time to it. What shows is how
 much later than token 0 decode has all KV: `exposed_share` is that, over the time to token 0.
 
+`ttft_vs_both`: the time to token 0, against that of one worker that does both, in turn.
+
 The links are scaled: this model makes far less KV a second on this machine than a 70B model
 does on an H100 (2.6 GB/s), so the sender is slowed down to the same ratio of link to KV.
 """
@@ -122,10 +124,11 @@ class Engine:
 _numbers = iter(range(1, 1_000_000))
 
 
-async def hand_over(prefill: Engine, decode: Engine, length: int) -> Handed:
+def made_up(length: int) -> dict[str, Any]:
+    """A prompt that no worker has seen."""
     number = next(_numbers)
     tokens = [(number * 7919 + at * 31) % 40000 + 100 for at in range(length)]
-    attempt: dict[str, Any] = {
+    return {
         "handle": number,
         "id": pb.TransferId(request=f"r{number}", attempt=1),
         "token_ids": tokens,
@@ -134,6 +137,10 @@ async def hand_over(prefill: Engine, decode: Engine, length: int) -> Handed:
         "sampling": pb.Sampling(max_tokens=4, ignore_eos=True),
         "deadline_s": 300.0,
     }
+
+
+async def hand_over(prefill: Engine, decode: Engine, length: int) -> Handed:
+    attempt = made_up(length)
     began = time.perf_counter()
     await decode.send(generate=pb.Generate(**attempt, grant_wait_s=30.0))
     _, granted = await decode.event("granted")
@@ -153,6 +160,39 @@ async def hand_over(prefill: Engine, decode: Engine, length: int) -> Handed:
             break
     exposed_s = max(0.0, committed_at - first_at)
     return Handed(first_at - began, exposed_s, committed.kv_bytes)
+
+
+async def alone(both: Engine, length: int) -> float:
+    """Seconds to token 0 where one worker does both."""
+    attempt = made_up(length)
+    began = time.perf_counter()
+    await both.send(generate=pb.Generate(**attempt, grant_wait_s=30.0, prefill_here=True))
+    first_at, out = await both.event("tokens")
+    while not any(token.finish for token in out.tokens):
+        _, out = await both.event("tokens")
+    return first_at - began
+
+
+async def against_both(folder: Path, lengths: tuple[int, ...], rounds: int) -> dict[int, float]:
+    """How much later token 0 is with two workers than with one, by length of the prompt."""
+    engines = [Engine(role, folder, "--kv-transport=auto") for role in ("prefill", "decode", "both")]
+    prefill, decode, both = engines
+    found: dict[int, float] = {}
+    try:
+        for engine in engines:
+            await engine.connect()
+        await hand_over(prefill, decode, min(lengths))
+        await alone(both, min(lengths))
+        for length in lengths:
+            ratios = []
+            for _ in range(rounds):
+                apart_s = (await hand_over(prefill, decode, length)).ttft_s
+                ratios.append(apart_s / await alone(both, length))
+            found[length] = median(ratios)
+    finally:
+        for engine in engines:
+            await engine.close()
+    return found
 
 
 async def measure(
@@ -203,6 +243,8 @@ async def run(folder: Path, quick: bool) -> dict[str, float]:
                 await one(name, "--kv-transport=tcp", f"--kv-rate-limit={limit}", wire)
     finally:
         await decode.close()
+    for length, ratio in (await against_both(folder, lengths, rounds)).items():
+        metrics[f"ttft_vs_both_{length}"] = ratio
     head = ("link", "tokens", "KV MiB", "TTFT s", "exposed ms", "share")
     print(table(head, rows), flush=True)
     return metrics

@@ -59,6 +59,16 @@ def expected(reference: Reference, content: dict[str, Any]) -> str:
     return reference.decode(new)
 
 
+def exactly(reference: Reference, tokens: int) -> str:
+    """A prompt of exactly so many tokens."""
+    ids = reference.ids(text_of(2 * tokens + 50, number=tokens))
+    for start in range(len(ids) - tokens):
+        candidate = reference.decode(ids[start : start + tokens])
+        if len(reference.ids(candidate)) == tokens:
+            return candidate
+    raise AssertionError(f"no prompt of {tokens} tokens")
+
+
 class Streams:
     """Several streams at once, which a test can watch while they run."""
 

@@ -1,4 +1,4 @@
-"""Faults that users of such systems have met, through the whole system: 1, 3, 4, 5, 7, 13, 14,
+"""Faults that users of such systems have met, through the whole system: 1, 3 to 7, 10, 13 to 15,
 19 and 20 of the list in tests/README.md, which names the tests of the others.
 """
 
@@ -16,7 +16,17 @@ from openai import OpenAI
 
 from tests.client import Response, request
 from tests.cluster import Cluster, Pod, serving, spec
-from tests.e2e.asking import COMPLETIONS, Streams, ask, body, expected, text, text_of
+from tests.e2e.asking import (
+    COMPLETIONS,
+    Streams,
+    ask,
+    assert_right_or_typed,
+    body,
+    exactly,
+    expected,
+    text,
+    text_of,
+)
 from tests.reference import Reference
 
 BLOCK = 16
@@ -188,6 +198,54 @@ def test_cached_tokens_count_what_prefill_did_not_compute(cluster: Cluster):
     restart(cluster, "prefill")
     assert cached_tokens(ask(cluster, content)[1]) == 0
     cluster.until_settled()
+
+
+# ---- 6: decode restarts in the middle of transfers -------------------------------------------
+
+
+@pytest.mark.timeout(240)
+def test_decode_restarts_in_the_middle_of_transfers(cluster: Cluster, reference: Reference):
+    """Prefill's blocks come free, and what it holds for those who come anew is theirs alone."""
+    contents = [body(text_of(600, number=600 + i), 8) for i in range(6)]
+    decode = cluster.pod("decode")
+
+    async def scenario() -> list[Any]:
+        streams = Streams(cluster, contents)
+        await streams.until_any_has(1)  # the others' prompts wait, are computed or on their way
+        cluster.kill(decode.pid, signal.SIGKILL)
+        return await streams.end(100)
+
+    for result, content in zip(asyncio.run(scenario()), contents, strict=True):
+        assert_right_or_typed(result, expected(reference, content))
+    cluster.until(
+        lambda: cluster.all_ready() and cluster.pod("decode").pid != decode.pid,
+        "decode is back",
+        60,
+    )
+    assert [text(cluster, c) for c in contents] == [expected(reference, c) for c in contents]
+    cluster.until_settled()
+
+
+# ---- 10 and 15: token 0 is prefill's ---------------------------------------------------------
+
+
+def test_a_prompt_that_is_cached_to_its_end(cluster: Cluster, reference: Reference):
+    """Its last part is computed again: something has to give token 0."""
+    content = body(exactly(reference, 6 * BLOCK), 8)
+    answers = [ask(cluster, content)[1] for _ in range(2)]
+    assert [a["choices"][0]["text"] for a in answers] == [expected(reference, content)] * 2
+    assert cached_tokens(answers[1]) in (5 * BLOCK, 6 * BLOCK - 1)
+
+
+def test_logprobs_of_the_first_token_survive_the_hand_over(cluster: Cluster, reference: Reference):
+    content = body(text_of(33, number=15), 6, logprobs=2)
+    status, answer = ask(cluster, content)
+    assert status == 200, answer
+    new = reference.generate(content["prompt"], 6, ignore_eos=True)
+    found = answer["choices"][0]["logprobs"]
+    want = reference.logprobs(content["prompt"], new)
+    assert found["token_logprobs"] == pytest.approx(want, abs=1e-3)
+    assert all(found["top_logprobs"])
 
 
 # ---- 19: a burst that gives up ---------------------------------------------------------------

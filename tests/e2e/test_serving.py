@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from tests.cluster import Cluster, serving, spec
-from tests.e2e.asking import text_of
+from tests.e2e.asking import exactly, text_of
 from tests.reference import Prompt, Reference
 
 BLOCK = 16
@@ -54,16 +54,6 @@ def streamed(events: Any, choices: int = 1) -> tuple[list[list[int]], list[str],
             texts[choice.index] += choice.text or ""
             finishes[choice.index] = choice.finish_reason or finishes[choice.index]
     return ids, texts, finishes, usage
-
-
-def exactly(reference: Reference, tokens: int) -> str:
-    """A prompt of exactly so many tokens."""
-    ids = reference.ids(text_of(2 * tokens + 50, number=tokens))
-    for start in range(len(ids) - tokens):
-        candidate = reference.decode(ids[start : start + tokens])
-        if len(reference.ids(candidate)) == tokens:
-            return candidate
-    raise AssertionError(f"no prompt of {tokens} tokens")
 
 
 def plain_start(reference: Reference) -> tuple[str, str, str]:

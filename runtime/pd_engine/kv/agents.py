@@ -72,6 +72,7 @@ class Agent:
             raise AgentError(f"no NIXL agent over UCX: {e}") from e
         self._numbers = itertools.count(1)
         self._handles: dict[Read, Any] = {}
+        self._at_once: set[Read] = set()
 
     def meet(self, metadata: bytes) -> str:
         """From now on the agent that this describes can be read from; returns its name."""
@@ -109,11 +110,17 @@ class Agent:
         number = next(self._numbers)
         self._handles[number] = handle
         with contextlib.suppress(Exception):  # `done` tells
-            self._agent.transfer(handle)
+            if self._agent.transfer(handle) == "DONE":
+                self._at_once.add(number)
         return number
+
+    def over(self, read: Read) -> bool:
+        """Whether it was as soon as it had begun: nobody but this thread copies then."""
+        return read in self._at_once
 
     def done(self, read: Read) -> bool | None:
         """None: it goes on, or nobody knows whether it does (False)."""
+        self._at_once.discard(read)
         try:
             state = self._agent.check_xfer_state(self._handles[read])
         except Exception as e:
@@ -186,6 +193,10 @@ class Reader:
         read = self._agent.begin(peer, spans)
         self._going.add(read)
         return read
+
+    def over(self, read: Read) -> bool:
+        """Whether `finish` needn't wait for it."""
+        return self._agent.over(read)
 
     async def finish(self, read: Read) -> None:
         """Returns when its bytes are here. Raises ReadFailed, or what it was cancelled with,

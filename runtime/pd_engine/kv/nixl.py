@@ -30,10 +30,11 @@ from pd_engine.transfer import PushHead, Region
 
 log = logging.getLogger(__name__)
 
-_READ_BYTES = 2 << 20
+_READ_BYTES = 1 << 20
 """Read at once: hashed while it is still in a cache, and others have their turn in between."""
-_AHEAD = 2
-"""So many reads of a push go on at the same time."""
+_AHEAD = 4
+"""So many reads of a push go on at the same time, where the network does them. Where UCX copies
+by itself a read is over as soon as it has begun, and hashed before the next one."""
 _CLOSE_S = 10.0
 
 Piece = tuple[memoryview, int]
@@ -197,7 +198,7 @@ class NixlTaker:
         try:
             for batch in _batches(pieces):
                 going.append((reader.begin(self._epoch, _spans(batch)), batch))
-                if len(going) == _AHEAD:
+                if len(going) == _AHEAD or reader.over(going[0][0]):
                     await _taken(reader, going, hasher)
                     progress()
                 await asyncio.sleep(0)  # others have their turn
