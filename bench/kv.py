@@ -8,6 +8,7 @@ what this machine has). Checksums are ours alone: both ends compute them over ev
 """
 
 import asyncio
+import itertools
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,37 +86,41 @@ class Committed:
         return lambda *_: None
 
 
-async def transfers(transport: str, sizes: list[int], rounds: int) -> dict[int, list[float]]:
-    """Seconds from the first word to the sender to its commit, by MiB."""
-    blocks = max(sizes) * _MIB // LAYOUT.block_bytes
-    told, name = Committed(), str(uuid.uuid4())
-    plane, _ = made_plane("decode", name, transport, blocks, told)
-    address = await plane.start("127.0.0.1", 0)
-    peer = Peer(transport, blocks)
-    found: dict[int, list[float]] = {size: [] for size in sizes}
-    try:
-        # The largest first, once, uncounted: memory that nobody has touched costs page faults.
-        plan = [max(sizes), *(s for _ in range(rounds) for s in sizes)]
-        for number, size in enumerate(plan, 1):
-            count = size * _MIB // LAYOUT.block_bytes
-            tokens = count * LAYOUT.block_tokens
-            told.done.clear()
-            grant = plane.open_import(
-                (1, number), "r", number, tuple(range(count)), 0, (0,), time.monotonic(),
-                token_count=tokens,
-            )  # fmt: skip
-            answer = await peer.ask(
-                number=number, grant=grant.hex(), epoch=name, address=address, tokens=tokens
-            )
-            await told.done.wait()
-            if told.failure:
-                raise RuntimeError(told.failure)
-            if number > 1:
-                found[size].append(answer["seconds"])
-    finally:
-        peer.close()
-        await plane.close()
-    return found
+class Transfers:
+    """A decode worker's plane here and a prefill worker's in another process, by one transport."""
+
+    def __init__(self, transport: str, most_mib: int) -> None:
+        blocks = most_mib * _MIB // LAYOUT.block_bytes
+        self._told, self._epoch = Committed(), str(uuid.uuid4())
+        self._plane, _ = made_plane("decode", self._epoch, transport, blocks, self._told)
+        self._peer = Peer(transport, blocks)
+        self._numbers = itertools.count(1)
+        self._address = ""
+
+    async def start(self) -> None:
+        self._address = await self._plane.start("127.0.0.1", 0)
+
+    async def once(self, size: int) -> float:
+        """Seconds from the first word to the sender to its commit, for so many MiB."""
+        number, count = next(self._numbers), size * _MIB // LAYOUT.block_bytes
+        tokens = count * LAYOUT.block_tokens
+        self._told.done.clear()
+        grant = self._plane.open_import(
+            (1, number), "r", number, tuple(range(count)), 0, (0,), time.monotonic(),
+            token_count=tokens,
+        )  # fmt: skip
+        answer = await self._peer.ask(
+            number=number, grant=grant.hex(), epoch=self._epoch, address=self._address,
+            tokens=tokens,
+        )  # fmt: skip
+        await self._told.done.wait()
+        if self._told.failure:
+            raise RuntimeError(self._told.failure)
+        return float(answer["seconds"])
+
+    async def close(self) -> None:
+        self._peer.close()
+        await self._plane.close()
 
 
 def memcpy_s(size: int) -> float:
@@ -179,24 +185,38 @@ def handovers(count: int) -> list[float]:
     return found
 
 
-def main(quick: bool) -> None:
-    sizes = [2, 64] if quick else [2, 8, 32, 128, 512]
-    rounds = 3 if quick else 7
-    times = {name: uvloop.run(transfers(name, sizes, rounds)) for name in _TRANSPORTS}
+async def sides(sizes: list[int], rounds: int) -> tuple[list[Any], dict[str, list[float]]]:
+    """Each transport and what it is held against in turn, so that whatever else the machine does
+    meets both. Rows of GB/s, and by transport the median ratio for each size."""
     rows: list[Any] = []
     ratios: dict[str, list[float]] = {name: [] for name in _TRANSPORTS}
-    for size in sizes:
-        with raw_socket(size) as once:
-            raw_s = median(once() for _ in range(rounds))
-        with direct(size) as once:
-            read_s = median(once() for _ in range(rounds))
-        copied_s = median(memcpy_s(size) for _ in range(rounds + 1))
-        ours = {name: median(times[name][size]) for name in _TRANSPORTS}
-        ratios["shm"].append(copied_s / ours["shm"])
-        ratios["tcp"].append(raw_s / ours["tcp"])
-        ratios["nixl"].append(read_s / ours["nixl"])
-        times_s = (ours["shm"], copied_s, ours["tcp"], raw_s, ours["nixl"], read_s)
-        rows.append((f"{size} MiB", *(size * _MIB / s / 1e9 for s in times_s)))
+    ours = {name: Transfers(name, max(sizes)) for name in _TRANSPORTS}
+    try:
+        for each in ours.values():
+            await each.start()
+            await each.once(max(sizes))  # memory that nobody has touched costs page faults
+        for size in sizes:
+            with raw_socket(size) as raw, direct(size) as read:
+                theirs = {"shm": partial(memcpy_s, size), "tcp": raw, "nixl": read}
+                memcpy_s(size)
+                pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in _TRANSPORTS}
+                for _ in range(rounds):
+                    for name in _TRANSPORTS:
+                        pairs[name].append((await ours[name].once(size), theirs[name]()))
+            times_s: list[float] = []
+            for name, found in pairs.items():
+                ratios[name].append(median(theirs_s / ours_s for ours_s, theirs_s in found))
+                times_s += [median(side) for side in zip(*found, strict=True)]
+            rows.append((f"{size} MiB", *(size * _MIB / s / 1e9 for s in times_s)))
+    finally:
+        for each in ours.values():
+            await each.close()
+    return rows, ratios
+
+
+def main(quick: bool) -> None:
+    sizes = [2, 64] if quick else [2, 8, 32, 128, 512]
+    rows, ratios = uvloop.run(sides(sizes, 3 if quick else 11))
     titles = ("size", "shm GB/s", "memcpy", "tcp GB/s", "raw socket", "nixl GB/s", "NIXL's API")
     print(table(titles, rows), flush=True)
     latencies = handovers(50 if quick else 1000)

@@ -175,7 +175,9 @@ async def alone(both: Engine, length: int) -> float:
 
 async def against_both(folder: Path, lengths: tuple[int, ...], rounds: int) -> dict[int, float]:
     """How much later token 0 is with two workers than with one, by length of the prompt."""
-    engines = [Engine(role, folder, "--kv-transport=auto") for role in ("prefill", "decode", "both")]
+    engines = [
+        Engine(role, folder, "--kv-transport=auto") for role in ("prefill", "decode", "both")
+    ]
     prefill, decode, both = engines
     found: dict[int, float] = {}
     try:
