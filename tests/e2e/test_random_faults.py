@@ -5,6 +5,7 @@ way; `make soak` takes it.
 """
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -66,13 +67,15 @@ async def run(
     streams = Streams(cluster, asked)
     await asyncio.sleep(0)
     fault = chance.choice(KINDS)
-    if fault is not None:
-        # At any moment: while they wait, prefill, hand over or decode.
-        await asyncio.sleep(chance.uniform(0, 0.5))
-        cluster.kill(victim.pid, fault)
-    if fault is signal.SIGSTOP and chance.random() < 0.7:  # else liveness ends it
-        await asyncio.sleep(chance.uniform(0.05, 2))
-        cluster.kill(victim.pid, signal.SIGCONT)
+    # It may end for an earlier run's fault meanwhile: stopped, it lives until liveness has seen it.
+    with contextlib.suppress(ProcessLookupError):
+        if fault is not None:
+            # At any moment: while they wait, prefill, hand over or decode.
+            await asyncio.sleep(chance.uniform(0, 0.5))
+            cluster.kill(victim.pid, fault)
+        if fault is signal.SIGSTOP and chance.random() < 0.7:  # else liveness ends it
+            await asyncio.sleep(chance.uniform(0.05, 2))
+            cluster.kill(victim.pid, signal.SIGCONT)
     return await streams.end(DEADLINE_S)
 
 
@@ -89,6 +92,7 @@ def test_no_token_is_wrong_and_nothing_is_left(troubled: Cluster, reference: Ref
         for one, result in zip(asked, results, strict=True):
             assert_right_or_typed(result, answers[one["prompt"]])
             right += result.error is None
+        print(f"run {number}: {right} streams answered", flush=True)
     troubled.until(troubled.all_ready, "all pods ready", SETTLE_S)
     troubled.until_settled(SETTLE_S)
     print(f"{right} of {RUNS * STREAMS} streams were answered")
