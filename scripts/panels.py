@@ -287,6 +287,8 @@ POOLS = Board(
         Row("Trouble", (
             _panel("Requests that began again elsewhere", "reqps", "By why.",
                    (_rate(f"{_R}_retries_total", "kind"), "{{kind}}"), kind="stacked"),
+            _panel("Workers that ended unasked", "short", "In ten minutes, as the routers saw it.",
+                   (f"max by (pool) (increase({_R}_workers_lost_total{{{OF}}}[10m]))", "{{pool}}")),
             _panel("Prompts computed twice at once", "reqps",
                    "Won: the second prefill worker was first (router.routing.hedge).",
                    (_rate(f"{_R}_hedges_total", "outcome"), "{{outcome}}"), kind="stacked"),

@@ -118,6 +118,12 @@ class _Maker:
         return f"({' and '.join(both)})"
 
     def _workers(self) -> Iterator[Rule]:
+        # Each router sees all workers: that of most is right, others may have started since.
+        lost = f"max(sum by (instance) (increase({self._router('workers_lost_total')}[30m])))"
+        yield self._alert(
+            "PDClusterWorkersLost", f"{lost} > 2", "1m", "warning",
+            "workers end unasked, again and again",
+        )  # fmt: skip
         # Whoever waits may need more than what is free, so how much that is doesn't matter.
         waiting = f"min_over_time(sum({self._engine('waiting_grants')})[5m:])"
         yield self._alert(

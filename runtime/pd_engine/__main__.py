@@ -70,7 +70,7 @@ async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Even
         running.result()
         return 1
     log.info("draining timeout_s=%.0f", settings.drain_timeout_s)
-    finished = await worker.core.drain(settings.drain_timeout_s)
+    finished = await worker.drain(settings.drain_timeout_s)
     await worker.stop()
     await running
     log.info("stopped finished=%s", finished)

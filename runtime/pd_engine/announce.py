@@ -5,10 +5,12 @@ every two seconds; each gets a stream of its own that is dialled anew when it br
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +126,8 @@ class Announcer:
         self._ports: dict[str, tuple[int, ...]] = {}  # by host: of routers of several processes
         self._feeds: dict[str, _PrefixFeed] = {}
         self._welcomed: dict[str, str] = {}  # by address: epochs of routers that hear us now
+        self._drains = asyncio.Event()
+        self._told: set[str] = set()  # addresses that have heard that it drains
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -135,6 +139,14 @@ class Announcer:
             for task in self._streams.values():
                 task.cancel()
             await asyncio.gather(*self._streams.values(), return_exceptions=True)
+
+    async def tell_draining(self, most_s: float) -> None:
+        """Draining has begun: each router hears so before this returns, or `most_s` are over.
+        Else a worker with nothing to finish would seem to have died."""
+        self._drains.set()
+        until = time.monotonic() + most_s
+        while self._welcomed.keys() - self._told and time.monotonic() < until:
+            await asyncio.sleep(0.005)
 
     async def _follow_routers(self) -> None:
         found = await self._named()
@@ -219,8 +231,14 @@ class Announcer:
         while True:
             seq += 1
             async with writing:
-                await call.write(pb.WorkerReport(heartbeat=self._heartbeat(address, seq)))
-            await asyncio.sleep(every_s)
+                beat = self._heartbeat(address, seq)
+                await call.write(pb.WorkerReport(heartbeat=beat))
+            if beat.state == pb.WORKER_STATE_DRAINING:
+                self._told.add(address)
+                await asyncio.sleep(every_s)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._drains.wait(), every_s)
 
     def _heartbeat(self, address: str, seq: int) -> pb.Heartbeat:
         core = self._core

@@ -44,6 +44,7 @@ log = logging.getLogger("pd_engine.assembly")
 _PATIENCE = 2.0
 _RECOMPUTE_MAX_TOKENS = 4096
 _STREAMS_CLOSE_S = 2.0
+_TELL_S = 1.0
 _FLUSH_S = 5.0  # within the margin that a pod's grace period has beyond the drain
 _ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
 
@@ -225,6 +226,7 @@ class Worker:
         self.core = EngineCore(settings, scheduler, runner, metrics)
         self.core.intake.guides = loaded.guides
         self._server: grpc.aio.Server | None = None
+        self._announcer: Announcer | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._archiving: asyncio.Task[None] | None = None
 
@@ -263,7 +265,7 @@ class Worker:
             self._loaded.certificates,
         )
         health.core = self.core
-        announcer = Announcer(
+        self._announcer = Announcer(
             self.core,
             health,
             self._hello(port),
@@ -271,7 +273,15 @@ class Worker:
             settings.routers,
             self._loaded.certificates,
         )
-        self._announcing = asyncio.create_task(announcer.run())
+        self._announcing = asyncio.create_task(self._announcer.run())
+
+    async def drain(self, timeout_s: float) -> bool:
+        """As the core's; routers are told at once."""
+        draining = asyncio.create_task(self.core.drain(timeout_s))
+        await asyncio.sleep(0)  # it has begun
+        if self._announcer is not None:
+            await self._announcer.tell_draining(_TELL_S)
+        return await draining
 
     async def stop(self) -> None:
         """Closes streams and ports; what is pending on the streams is still written."""

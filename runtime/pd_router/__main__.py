@@ -61,6 +61,8 @@ async def _run(settings: Settings) -> None:
         metrics = Metrics(settings.model, promises=settings.promises)
         journal = Journal(metrics, await closing.enter_async_context(_spans(settings, metrics)))
         workers = Workers(_workers_config(settings), _certificates(settings))
+        if member is None or member.index == 0:  # all processes of a router see the same workers
+            workers.on_lost(metrics.worker_lost)
         control_port = settings.control.port + (member.index if member else 0)
         await workers.start(settings.control.host, control_port)
         closing.push_async_callback(workers.close)

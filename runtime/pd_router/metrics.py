@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from pd_core.failures import Failure, FailureKind
 from pd_router.classes import NO_PROMISES, Promises
+from pd_router.fleet import Role
 from pd_router.histograms import Histogram
 from pd_router.signals import Queued, Signals
 from pd_router.types import GenerateRequest, Timeline
@@ -70,6 +71,7 @@ class Metrics:
         ).labels(model)
         self._retries = self._counter("retries", "Attempts after the first, by why", "kind")
         self._hedges = self._counter("hedges", "Prompts computed twice at once", "outcome")
+        self._lost = self._counter("workers_lost", "Workers that ended unasked", "pool")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken").labels(model)
         self._cached_tokens = self._counter("cached_tokens", "Prompt tokens not computed").labels(
             model
@@ -101,6 +103,8 @@ class Metrics:
                 self._retries.labels(self.model, kind.value)
         for outcome in ("won", "lost"):
             self._hedges.labels(self.model, outcome)
+        for role in Role:
+            self._lost.labels(self.model, role.value)
         for outcome in ("done", "computed", "cancelled"):
             self._pulls.labels(self.model, outcome)
 
@@ -185,6 +189,10 @@ class Metrics:
     def on_hedge(self, *, won: bool) -> None:
         """A hedge is over: `won` where it was first (hooks.MetricsHooks)."""
         self._hedges.labels(self.model, "won" if won else "lost").inc()
+
+    def worker_lost(self, role: Role) -> None:
+        """One ended, or fell silent, that hadn't said that it drains."""
+        self._lost.labels(self.model, role.value).inc()
 
     def on_end(self, timeline: Timeline, failure: Failure | None) -> None:
         """hooks.MetricsHooks; all that ends is counted by generation_done and failed."""

@@ -83,6 +83,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._current: Bundle | None = None
         self._on_bundle: list[Callable[[Bundle], None]] = []
         self._on_change: list[Callable[[], None]] = []
+        self._on_lost: list[Callable[[Role], None]] = []
         self._server: grpc.aio.Server | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -109,7 +110,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             self._monitor.cancel()
             await asyncio.gather(self._monitor, return_exceptions=True)
         for worker in list(self._records):
-            self._remove(worker, "this router stops")
+            self._remove(worker, "this router stops", lost=False)
         if self._server is not None:
             await self._server.stop(0.1)
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -128,6 +129,10 @@ class Workers(engine_pb2_grpc.ControlServicer):
         """How many share these workers: as workers count them, never fewer than this one's own
         processes. Workers that are older than that leave it to be seen in the load."""
         return max(float(self._told or self._guess), float(len(self.config.control_ports)), 1.0)
+
+    def on_lost(self, callback: Callable[[Role], None]) -> None:
+        """A worker is gone, or another process in its place, and it hadn't said that it drains."""
+        self._on_lost.append(callback)
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """Calls back whenever a worker has become usable."""
@@ -426,8 +431,11 @@ class Workers(engine_pb2_grpc.ControlServicer):
             for callback in self._on_change:
                 callback()
 
-    def _remove(self, worker: WorkerId, reason: str) -> None:
+    def _remove(self, worker: WorkerId, reason: str, *, lost: bool = True) -> None:
         record = self._records.pop(worker)
+        if lost and not record.draining:
+            for callback in self._on_lost:
+                callback(record.view.role)
         record.view.usable = record.view.reachable = False
         self.prefixes.forget(worker)
         self._choose_bundle()

@@ -26,6 +26,8 @@ class Process(engine_pb2_grpc.ControlServicer):
         self.epoch = epoch
         self.counts: list[int] = []  # of routers, by heartbeat
         self.control_ports: list[int] = []
+        self.every_s = 0.05
+        self.state = pb.WORKER_STATE_UNSPECIFIED
         self.beat = asyncio.Event()
         self.gone = asyncio.Event()
 
@@ -40,7 +42,7 @@ class Process(engine_pb2_grpc.ControlServicer):
         hello = await anext(aiter(requests))
         assert hello.hello.worker == "w"
         welcome = pb.Welcome(
-            heartbeat_s=0.05, control_ports=self.control_ports, router_epoch=self.epoch
+            heartbeat_s=self.every_s, control_ports=self.control_ports, router_epoch=self.epoch
         )
         await context.write(pb.RouterNotice(welcome=welcome))
         try:
@@ -48,6 +50,7 @@ class Process(engine_pb2_grpc.ControlServicer):
                 assert report.HasField("heartbeat")
                 self.counts.append(report.heartbeat.routers)
                 self.load = report.heartbeat.load
+                self.state = report.heartbeat.state
                 self.beat.set()
         finally:
             self.gone.set()
@@ -105,6 +108,32 @@ def test_each_process_of_a_router_is_told() -> None:
             for process in processes:
                 await process.beat.wait()
                 assert process.load.computed_pairs == 7
+
+    asyncio.run(scenario())
+
+
+def test_draining_is_told_before_the_next_heartbeat_is_due() -> None:
+    async def scenario() -> None:
+        slow = Process()
+        slow.every_s = 3600.0
+        port = await slow.start()
+        made = announcer(port)
+        running = asyncio.create_task(made.run())
+        try:
+            async with asyncio.timeout(20):
+                await slow.beat.wait()
+                assert slow.state == pb.WORKER_STATE_READY
+                slow.beat.clear()
+                made._core.draining = True
+                await made.tell_draining(10.0)
+                await slow.beat.wait()
+                assert slow.state == pb.WORKER_STATE_DRAINING
+                await slow.server.stop(0)
+                await slow.gone.wait()
+                await made.tell_draining(0.0)  # nobody is waited for who doesn't listen
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
 

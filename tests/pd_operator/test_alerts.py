@@ -10,7 +10,7 @@ from tests.pd_operator.objects import cluster
 
 ALWAYS = {
     "PDClusterNoWorkers", "PDClusterRequestsFail", "PDClusterRequestsRefused",
-    "PDClusterRetriesFrequent", "PDClusterKVFull",
+    "PDClusterRetriesFrequent", "PDClusterKVFull", "PDClusterWorkersLost",
 }  # fmt: skip
 
 

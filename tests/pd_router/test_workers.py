@@ -217,6 +217,8 @@ def test_a_drained_worker_gets_nothing_new(run: Run) -> None:
         async with rig() as r:
             await r.add("prefill", "p-0")
             old, new = await r.add("decode", "d-0"), await r.add("decode", "d-1")
+            lost: list[Role] = []
+            r.workers.on_lost(lost.append)
             old.state = pb.WORKER_STATE_DRAINING
             await until(lambda: not r.usable(old))
             assert entry_of(r, "d-0")["why_unusable"] == "it drains"
@@ -224,6 +226,9 @@ def test_a_drained_worker_gets_nothing_new(run: Run) -> None:
                 assert (await r.complete()).decode_worker == "d-1"
             assert not old.seen.generates
             assert new.seen.generates
+            await old.die()
+            await r.add("decode", "d-0")
+            assert not lost, "it had said that it goes"
 
     run(body())
 
@@ -298,8 +303,11 @@ def test_a_restarted_worker_on_the_same_address_is_somebody_else(run: Run) -> No
             request, sink, _ = r.start(max_tokens=100)
             await sink.first_token()
             port = old.port
+            lost: list[Role] = []
+            r.workers.on_lost(lost.append)
             await old.die()
             new = await r.add("decode", "d-0", port=port)
+            assert lost == [Role.DECODE]
             assert new.epoch != old.epoch
             await sink.wait()
             sink.assert_right(request)

@@ -76,9 +76,15 @@ def served(minutes: int, a_minute: float = 60, late: float = 0.0) -> Series:
         f'pdcluster_engine_kv_blocks{{{OF},pool="decode",state="free"}}': stays(90, minutes),
         f'pdcluster_engine_kv_blocks{{{OF},pool="decode",state="active"}}': stays(10, minutes),
         f'pdcluster_engine_waiting_grants{{{OF},pool="decode"}}': stays(0, minutes),
+        lost_at("router-0"): stays(0, minutes),
+        lost_at("router-1"): stays(0, minutes),
     }
     both = latency(TTFT, late, a_minute, minutes) | latency(TPOT, 0.0, a_minute, minutes)
     return operator(minutes) | own | both
+
+
+def lost_at(router: str) -> str:
+    return f'pdcluster_router_workers_lost_total{{{OF},pool="prefill",instance="{router}"}}'
 
 
 def status(code: str) -> str:
@@ -115,8 +121,17 @@ STORIES = {
     "requests are refused": Story(
         served(HOURS) | {status("429"): grows(0, 10, HOURS)}, HOURS, {"PDClusterRequestsRefused"}
     ),
-    "a prefill worker is killed again and again": Story(
+    "requests begin again and again": Story(
         served(HOURS) | {RETRIES: grows(0, 6, HOURS)}, HOURS, {"PDClusterRetriesFrequent"}
+    ),
+    "a prefill worker is killed again and again": Story(
+        served(HOURS) | {one: "0x29 " + grows(0, 0.2, 30)
+                         for one in (lost_at("router-0"), lost_at("router-1"))},
+        HOURS, {"PDClusterWorkersLost"},
+    ),
+    "one worker is lost, and two routers say so": Story(
+        served(HOURS) | dict.fromkeys((lost_at("router-0"), lost_at("router-1")), "0x44 1x15"),
+        HOURS,
     ),
     "TTFT is missed by far": Story(
         served(2 * HOURS, late=0.3), 2 * HOURS,
