@@ -80,6 +80,8 @@ def test_words_about_code_are_not_code() -> None:
     told = '"""Of a module."""\n\ndef one():\n    """Says."""  # and more\n    return 1\n'
     assert scaling_kept._code(plain) == scaling_kept._code(told)
     assert scaling_kept._code(plain) != scaling_kept._code(plain.replace("1", "2"))
+    ours = "class Slo:\n    pass\n"
+    assert scaling_kept._code(ours + plain, ("Slo",)) == scaling_kept._code(plain)
 
 
 def test_a_run_that_cannot_reach_its_goal_is_given_up() -> None:

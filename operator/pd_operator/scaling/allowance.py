@@ -30,9 +30,15 @@ class Allowance:
     allowed: float = 0.01
 
     def learn(
-        self, seen: Mapping[int, int], target: Target | None, hopeless: float, elapsed_s: float
+        self,
+        seen: Mapping[int, int],
+        target: Target | None,
+        hopeless: float,
+        elapsed_s: float,
+        waited: float = 0.0,
     ) -> "Allowance":
-        """`hopeless`: the share that no number of workers would have served in time."""
+        """`hopeless`: the share that no number of workers would have served in time; `waited`:
+        that is late for having waited for this pool, beside those whom `seen` tells of."""
         above = sketch.share_above(seen, target.seconds) if target else None
         keep = 0.5 ** (max(elapsed_s, 0.0) / _HALF_LIFE_S)
         if target is None or above is None:
@@ -41,7 +47,7 @@ class Allowance:
         new = per_s * min(elapsed_s, _SKETCH_S)
         return Allowance(
             self.requests * keep + new,
-            self.late * keep + new * max(above - hopeless, 0.0),
+            self.late * keep + new * max(min(above + waited, 1.0) - hopeless, 0.0),
             per_s,
             max(1 - target.quantile, 1e-3),
         )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pd_core import sketch
 from pd_operator.api import Role
 from pd_operator.scaling import bounds, sizing
 from pd_operator.scaling.forecast import UNKNOWN_MARGIN, Ahead, Chance, Course
@@ -146,19 +147,31 @@ def _learn(
     settled = since is not None and now - since >= SETTLED_S and not last.infeasible
     got, target = (seen.tpot, pool.tpot) if pool.role is Role.DECODE else (seen.own_ttft, pool.ttft)
     hopeless = last.numbers.get("hopeless", 0.0)
+    waited = _late_by_grants(pool, seen)
     feedback = learned.feedback.learn(
         got,
         target,
         hopeless=hopeless,
         settled=settled,
-        spare=signals.workers > (last.workers or 0),
         elapsed_s=elapsed_s,
+        waited=waited,
     )
     # Where bounds held the pool back, a larger margin would be asked for in vain.
     bound = last.infeasible or (last.workers or 0) > pool.maximum
-    allowance = learned.allowance.learn({} if bound else got, target, hopeless, elapsed_s)
+    allowance = learned.allowance.learn({} if bound else got, target, hopeless, elapsed_s, waited)
     learned = replace(learned, feedback=feedback, allowance=allowance, start_s=starts.start_s)
     return replace(state, learned=learned, learned_at=seen.read_at)
+
+
+def _late_by_grants(pool: PoolSpec, seen: Observations) -> float:
+    """The share of requests that decode made late by having no room: late by TTFT, and not by
+    what prefill took of it."""
+    if pool.role is not Role.DECODE or pool.ttft is None:
+        return 0.0
+    late, own = (
+        sketch.share_above(found, pool.ttft.seconds) for found in (seen.ttft, seen.own_ttft)
+    )
+    return max(late - own, 0.0) if late is not None and own is not None else 0.0
 
 
 def _forecast(pool: PoolSpec, long: Flow, state: PoolState, now: float) -> tuple[PoolState, Ahead]:

@@ -130,7 +130,7 @@ def decode(case: Case) -> Need:
     chance = _PERCENTILE_SIGMA * math.sqrt(concurrency * learned.dispersion)
     by_batch = (concurrency * learned.feedback.factor + chance) / batch
     by_peak = (predicted * case.margin + waits) / batch
-    by_kv = case.by_kv(concurrency)
+    by_kv = case.by_kv(concurrency) * learned.feedback.factor
     return Need(
         max(_whole(max(by_batch, by_peak, by_kv)), 1),
         {

@@ -174,6 +174,29 @@ def test_late_requests_add_workers_and_good_times_take_them_back() -> None:
     assert cluster.size(P) <= usual
 
 
+def test_who_waits_for_decodes_room_adds_decode_workers_alone() -> None:
+    """TPOT is met and prefill is quick, but a twentieth waits too long for KV."""
+    cluster = Cluster([prefill(), decode(ttft=Target(99, 1.0))])
+    room = {"kv_tokens_each": 40_000, "max_running_each": 256}
+    fine = {"own_ttft": sketch([0.2] * 100), "tpot": sketch([0.012] * 100)}
+
+    def look(late: int) -> None:
+        signals = PoolSignals(
+            workers=cluster.size(D), running=60, kv_used_tokens=60 * PROMPT_TOKENS, **room
+        )
+        ttft = sketch([0.2] * (100 - late) + [9.0] * late)
+        cluster.look(observations(0, 20, decode=signals, ttft=ttft, **fine))
+
+    for _ in range(120):
+        look(0)
+    before = {role: cluster.size(role) for role in (P, D)}
+    for _ in range(120):
+        look(5)
+    assert cluster.last[D].numbers["late"] == pytest.approx(0.05)
+    assert cluster.size(D) > before[D]
+    assert cluster.size(P) == before[P]
+
+
 def test_late_for_want_of_workers_that_still_start_teaches_nothing() -> None:
     cluster = Cluster([prefill(2), decode()])
     late = sketch([4.0] * 100)
