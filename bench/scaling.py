@@ -4,7 +4,8 @@
 azure_conv_2023.csv, mooncake_conversation.jsonl (or other files in those formats; also in
 FOLDER/traces) and gpu_perf_model.csv (splitwise-sim's). Without it, the environment's
 PDCLUSTER_BENCH_DATA. What was run before by the same code isn't run again (`scaling_kept`), so
-cells can be run apart, two at a time, and put together by a last call.
+cells can be run apart, two at a time, and put together by a last call; `--kept` puts together
+what there is and counts the runs that are missing.
 
 What a worker is, loads and targets: `scaling_cells`. All begin at the size that the first five
 minutes need. One set of defaults.
@@ -26,7 +27,7 @@ from pathlib import Path
 from bench import common, scaling_chart
 from bench.rivals import Profile, clairvoyant, hpa, planners, windows
 from bench.scaling_cells import MOST_WORKERS, Cell, cells
-from bench.scaling_kept import Kept, kept, once
+from bench.scaling_kept import Kept, is_kept, kept, once
 from pd_operator.api import Role
 from pd_operator.scaling.types import PoolSpec
 from pd_sim.scalers import Fixed, Scaler, Slo
@@ -37,6 +38,7 @@ GOALS = {
     "attainment": common.Goal(">=", ATTAINMENT),
     "gpu_hours_vs_optimum": common.Goal("<=", 1.10),
     "gpu_hours_vs_best_rival": common.Goal("<=", 0.90),
+    "runs_missing": common.Goal("<=", 0),
 }
 FILLS = (1.0, 0.75, 0.5, 0.35)
 """How full a rival may have its workers, as a share of what it would by itself."""
@@ -135,9 +137,11 @@ def _made(cell: Cell, name: str) -> Kept | None:
     return rival(cell, plan, name)
 
 
-def compare(cell: Cell, only: tuple[str, ...]) -> dict[str, Kept | None]:
+def compare(cell: Cell, only: tuple[str, ...], kept_alone: bool) -> dict[str, Kept | None]:
     results: dict[str, Kept | None] = {}
     for name, module in _MODULES.items():
+        if kept_alone and not is_kept(cell.name, name, module):
+            continue
         if not only or name in only:
             results[name] = once(cell.name, name, module, partial(_made, cell, name))
     return results
@@ -174,8 +178,9 @@ def figures(done: Mapping[str, tuple[Mapping[str, Kept | None], float]]) -> comm
     """The worst over all cells, and each alone."""
     metrics: dict[str, float | None] = {}
     for name, (results, bound) in done.items():
-        ours = results["ours"]
-        assert ours is not None
+        ours = results.get("ours")
+        if ours is None:
+            continue
         metrics[f"attainment_{name}"] = ours.attainment
         metrics[f"gpu_hours_{name}"] = ours.gpu_hours
         metrics[f"gpu_hours_vs_optimum_{name}"] = ours.gpu_hours / bound
@@ -186,6 +191,7 @@ def figures(done: Mapping[str, tuple[Mapping[str, Kept | None], float]]) -> comm
             others = _reached(results, without)
             best = ours.gpu_hours / min(others) if others else None
             metrics[f"gpu_hours_vs_best_{key}_{name}"] = best
+    metrics["runs_missing"] = sum(len(_MODULES) - len(found) for found, _ in done.values())
     for key, worst in (
         ("attainment", min),
         ("gpu_hours_vs_optimum", max),
@@ -203,6 +209,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=os.environ.get("PDCLUSTER_BENCH_DATA"))
     parser.add_argument("--cell", action="append", help="only cells whose name begins so")
     parser.add_argument("--only", help="only these policies, with commas")
+    parser.add_argument("--kept", action="store_true", help="run nothing anew")
     found = parser.parse_args()
     if found.data is None or not Path(found.data).is_dir():
         print("bench.scaling needs traces: see its docstring for which, and --data; not run")
@@ -213,7 +220,7 @@ def main() -> int:
     only = tuple(found.only.split(",")) if found.only else ()
     done: dict[str, tuple[Mapping[str, Kept | None], float]] = {}
     for cell in cells(Path(found.data), found.quick, tuple(found.cell or ("",))):
-        done[cell.name] = (compare(cell, only), bound(cell))
+        done[cell.name] = (compare(cell, only, found.kept), bound(cell))
         _show(cell.name, *done[cell.name])
     if not only:
         scaling_chart.draw(done, found.quick)

@@ -67,6 +67,11 @@ def once(cell: str, policy: str, uses: str, make: Callable[[], Kept | None]) -> 
     return made
 
 
+def is_kept(cell: str, policy: str, uses: str) -> bool:
+    known = _read(FOLDER / f"{cell}-{policy}.json")
+    return known is not None and known["code"] == code_hash(uses)
+
+
 @cache
 def code_hash(uses: str) -> str:
     """Of everything loaded that a policy's run depends on."""

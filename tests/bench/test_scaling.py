@@ -8,7 +8,7 @@ import pytest
 
 from bench import scaling, scaling_kept
 from bench.days import day
-from bench.scaling_kept import Kept, code_hash, once
+from bench.scaling_kept import Kept, code_hash, is_kept, once
 from pd_sim.scalers import Fixed
 from pd_sim.simulation import run
 from tests.pd_sim.rig import evenly, pair
@@ -41,6 +41,7 @@ def test_the_worst_cell_counts_and_only_those_who_reach_the_attainment() -> None
     assert found["gpu_hours_vs_best_rival_b"] is None
     assert found["gpu_hours_vs_optimum"] == 2.0
     assert found["attainment"] == 0.991
+    assert found["runs_missing"] == 10 - 6 + 10 - 2
 
 
 def test_a_run_is_made_once() -> None:
@@ -54,6 +55,8 @@ def test_a_run_is_made_once() -> None:
     assert once("a", "kpa", MODULE, make) == sized
     assert once("a", "kpa", MODULE, make) == sized
     assert made == ["run"]
+    assert is_kept("a", "kpa", MODULE)
+    assert not is_kept("a", "keda", MODULE)
 
 
 def test_it_is_made_again_after_a_change_and_where_what_is_kept_is_torn(folder: Path) -> None:
