@@ -3,9 +3,10 @@
 `python -m bench.scaling --data FOLDER [--cell NAME]… [--only POLICY,…] [--quick]`: FOLDER holds
 azure_conv_2023.csv, mooncake_conversation.jsonl (or other files in those formats; also in
 FOLDER/traces) and gpu_perf_model.csv (splitwise-sim's). Without it, the environment's
-PDCLUSTER_BENCH_DATA. What was run before by the same code isn't run again (`scaling_kept`), so
-cells can be run apart, two at a time, and put together by a last call; `--kept` puts together
-what there is and counts the runs that are missing.
+PDCLUSTER_BENCH_DATA. What was run before by the same code isn't run again (`scaling_kept`; after
+a change of fills or searches in this module, remove bench/out/scaling), so cells can be run
+apart, two at a time, and put together by a last call; `--kept` puts together what there is and
+counts the runs that are missing.
 
 What a worker is, loads and targets: `scaling_cells`. All begin at the size that the first five
 minutes need. One set of defaults.
@@ -105,15 +106,24 @@ def best_fixed(cell: Cell, found: clairvoyant.Demand) -> Kept | None:
     sizes: dict[Role, int] = {}
     for role in (Role.PREFILL, Role.DECODE):
         for size in range(max(peak[role] * 2 // 3, 1), ample[role] + 1):
-            tried = {**ample, role: size}
-            plan = cell.plan(tried[Role.PREFILL], tried[Role.DECODE])
+            beside = {**ample, role: size}
+            plan = cell.plan(beside[Role.PREFILL], beside[Role.DECODE])
             result = _tried(cell, plan, Fixed(), goal)
             if result.whole and result.attainment >= goal:
                 sizes[role] = size
                 break
     if len(sizes) < 2:
         return None
-    return kept(run(cell.plan(sizes[Role.PREFILL], sizes[Role.DECODE]), cell.trace, Fixed()))
+    found_sizes = (sizes[Role.PREFILL], sizes[Role.DECODE])
+    result = run(cell.plan(*found_sizes), cell.trace, Fixed())
+    while result.attainment < ATTAINMENT and max(found_sizes) < MOST_WORKERS:
+        # Each was enough beside plenty of the other: one more of which helps more?
+        prefill, decode = found_sizes
+        more = ((prefill + 1, decode), (prefill, decode + 1))
+        tried = [run(cell.plan(*one), cell.trace, Fixed()) for one in more]
+        better = 0 if tried[0].attainment >= tried[1].attainment else 1
+        found_sizes, result = more[better], tried[better]
+    return kept(result)
 
 
 def best_clairvoyant(cell: Cell, plan: Plan, found: clairvoyant.Demand) -> Kept | None:
@@ -223,8 +233,9 @@ def main() -> int:
         done[cell.name] = (compare(cell, only, found.kept), bound(cell))
         _show(cell.name, *done[cell.name])
     if not only:
-        scaling_chart.draw(done, found.quick)
-        common.report("scaling", figures(done), GOALS, found.quick)
+        made = figures(done)
+        scaling_chart.draw(done, not (found.quick or found.cell or made["runs_missing"]))
+        common.report("scaling", made, GOALS, found.quick)
     return 0
 
 

@@ -13,8 +13,9 @@ Done = Mapping[str, tuple[Mapping[str, Kept | None], float]]
 """By cell: each policy's run, and the bound in GPU-hours."""
 
 
-def draw(done: Done, quick: bool) -> None:
+def draw(done: Done, whole: bool) -> None:
     """Writes bench/out/scaling-costs.png, and the documents' copy after a whole run."""
+    done = {name: one for name, one in done.items() if one[0]}
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -45,7 +46,6 @@ def draw(done: Done, quick: bool) -> None:
     )  # fmt: skip
     figure.tight_layout()
     OUT.mkdir(parents=True, exist_ok=True)
-    whole = not quick and len(done) == 12
     for folder in (OUT, ROOT / "docs" / "images") if whole else (OUT,):
         figure.savefig(folder / FILE, facecolor="white")
     plt.close(figure)
