@@ -1,39 +1,37 @@
 """Does decide() cost less than what others do? Two public traces through the simulator.
 
-`python -m bench.scaling --data FOLDER [--cell NAME]… [--quick]`: FOLDER holds
-azure_conv_2023.csv, mooncake_conversation.jsonl (or other files in those formats) and
-gpu_perf_model.csv (splitwise-sim's). Without it, the environment's PDCLUSTER_BENCH_DATA.
+`python -m bench.scaling --data FOLDER [--cell NAME]… [--only POLICY,…] [--quick]`: FOLDER holds
+azure_conv_2023.csv, mooncake_conversation.jsonl (or other files in those formats; also in
+FOLDER/traces) and gpu_perf_model.csv (splitwise-sim's). Without it, the environment's
+PDCLUSTER_BENCH_DATA. What was run before by the same code isn't run again (`scaling_kept`; after
+a change of fills or searches in this module, remove bench/out/scaling), so cells can be run
+apart, two at a time, and put together by a last call; `--kept` puts together what there is and
+counts the runs that are missing.
 
-One worker is a Llama-2-70B on four H100s, a roofline fitted to the table (pd_sim.perf says
-what is extrapolated). All begin at the size that the first five minutes need. Targets are
-fixed here, before any tuning: Azure TTFT 2 s and TPOT 50 ms, inside the batches that were
-measured; Mooncake 30 s and 100 ms, those of its paper; both at p99. One set of defaults.
+What a worker is, loads and targets: `scaling_cells`. All begin at the size that the first five
+minutes need. One set of defaults.
 
 Ours is run as it comes. A rival whose usual setting doesn't reach the attainment is run again
 with workers filled less and less (`FILLS`), as somebody would who watched it fail on this very
-trace, until it does; what it costs then is what it is compared by.
+trace, until it does; what it costs then is what it is compared by. A run that has become too
+late to reach it is given up. The best fixed size knows the trace; so it stands beside the
+rivals, in `gpu_hours_vs_best_rival`, and is left out of `gpu_hours_vs_best_autoscaler`.
 """
 
 import argparse
-import csv
-import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from bench import common, days
-from bench.rivals import Profile, clairvoyant, hpa, planners, profile, windows
-from pd_core.estimate import LINKS
-from pd_core.gpus import GPUS
-from pd_core.known_models import KNOWN_MODELS
+from bench import common, scaling_chart
+from bench.rivals import Profile, clairvoyant, hpa, planners, windows
+from bench.scaling_cells import MOST_WORKERS, Cell, cells
+from bench.scaling_kept import Kept, is_kept, kept, once
 from pd_operator.api import Role
 from pd_operator.scaling.types import PoolSpec
-from pd_sim import perf, trace
-from pd_sim.pools import PoolPlan
-from pd_sim.router import RouterPlan
-from pd_sim.scalers import Fixed, Goal, Scaler, Slo
+from pd_sim.scalers import Fixed, Scaler, Slo
 from pd_sim.simulation import Plan, Result, run
 
 ATTAINMENT = 0.99
@@ -41,53 +39,25 @@ GOALS = {
     "attainment": common.Goal(">=", ATTAINMENT),
     "gpu_hours_vs_optimum": common.Goal("<=", 1.10),
     "gpu_hours_vs_best_rival": common.Goal("<=", 0.90),
+    "runs_missing": common.Goal("<=", 0),
 }
-STARTS_S = (60.0, 180.0, 300.0)
 FILLS = (1.0, 0.75, 0.5, 0.35)
 """How full a rival may have its workers, as a share of what it would by itself."""
-_MOST = 24
 _FIRST_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """`times`: the trace's load, so often; as a day it is halved on average."""
-
-    file: str
-    goal: Goal
-    times: int
-    day_times: int
-
-
-SOURCES = {
-    "azure": Source("azure_conv_2023.csv", Goal(2.0, 0.050), 4, 1),
-    "mooncake": Source("mooncake_conversation.jsonl", Goal(30.0, 0.100), 1, 1),
+_LOADS = (0.95, 0.85, 0.75, 0.65, 0.55)
+_MODULES = {
+    "ours": "pd_operator.scaling",
+    "hpa_queue": "bench.rivals.hpa",
+    "hpa_utilization": "bench.rivals.hpa",
+    "keda": "bench.rivals.hpa",
+    "analyzer": "bench.rivals.planners",
+    "planner": "bench.rivals.planners",
+    "percentile": "bench.rivals.windows",
+    "kpa": "bench.rivals.windows",
+    "best_fixed": "bench.rivals.clairvoyant",
+    "clairvoyant": "bench.rivals.clairvoyant",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A trace at a start-up time."""
-
-    name: str
-    trace: trace.Trace
-    goal: Goal
-    perf: perf.Perf
-    start_s: float
-
-    def plan(self, prefill: int, decode: int) -> Plan:
-        pools = tuple(
-            PoolPlan(role, self.perf, count, maximum=_MOST, start_s=self.start_s)
-            for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
-        )
-        cache = self.perf.kv_tokens // self.trace.block_tokens
-        return Plan(pools, RouterPlan(LINKS["rdma-400g"], cache_blocks=cache), self.goal)
-
-    def known(self) -> Profile:
-        requests = self.trace.requests
-        prompt = sum(one.prompt_tokens for one in requests) / len(requests)
-        output = sum(one.output_tokens for one in requests) / len(requests)
-        return profile(self.perf, self.goal, prompt, output)
+"""Each policy, and where it is."""
 
 
 def first_sizes(found: clairvoyant.Demand) -> tuple[int, int]:
@@ -113,130 +83,134 @@ def rivals(known: Profile) -> Mapping[str, Callable[[], Scaler]]:
     }
 
 
-def rival(cell: Cell, plan: Plan, name: str, fills: Sequence[float]) -> tuple[Result, float]:
-    """Its first run that reaches the attainment, else the best, and how full that was."""
-    tried: list[tuple[Result, float]] = []
-    for fill in fills:
-        result = run(plan, cell.trace, rivals(cell.known().filled(fill))[name]())
-        tried.append((result, fill))
-        if result.attainment >= ATTAINMENT:
-            return tried[-1]
-    return max(tried, key=lambda one: one[0].attainment)
+def _tried(cell: Cell, plan: Plan, scaler: Scaler, goal: float = ATTAINMENT) -> Result:
+    """A run that is given up once it can't reach the goal any more."""
+    return run(plan, cell.trace, scaler, int((1 - goal) * len(cell.trace.requests)))
 
 
-def best_fixed(cell: Cell, found: clairvoyant.Demand) -> Result | None:
+def rival(cell: Cell, plan: Plan, name: str) -> Kept:
+    """Its first run that reaches the attainment, else the last one."""
+    for fill in FILLS:
+        result = _tried(cell, plan, rivals(cell.known().filled(fill))[name]())
+        if result.whole and result.attainment >= ATTAINMENT:
+            break
+    return kept(result, fill)
+
+
+def best_fixed(cell: Cell, found: clairvoyant.Demand) -> Kept | None:
     """The smallest sizes that reach the goal: each pool alone, the other one ample."""
     peak = {role: max(math.ceil(max(found.workers[role])), 1) for role in found.workers}
-    ample = {role: min(2 * size + 2, _MOST) for role, size in peak.items()}
+    ample = {role: min(2 * size + 2, MOST_WORKERS) for role, size in peak.items()}
+    # Decode without room makes prompts wait for it: both targets count for both.
+    goal = ATTAINMENT + (1 - ATTAINMENT) / 4
     sizes: dict[Role, int] = {}
     for role in (Role.PREFILL, Role.DECODE):
         for size in range(max(peak[role] * 2 // 3, 1), ample[role] + 1):
-            tried = {**ample, role: size}
-            result = run(cell.plan(tried[Role.PREFILL], tried[Role.DECODE]), cell.trace, Fixed())
-            # Decode without room makes prompts wait for it: both targets count for both.
-            if result.attainment >= ATTAINMENT + (1 - ATTAINMENT) / 4:
+            beside = {**ample, role: size}
+            plan = cell.plan(beside[Role.PREFILL], beside[Role.DECODE])
+            result = _tried(cell, plan, Fixed(), goal)
+            if result.whole and result.attainment >= goal:
                 sizes[role] = size
                 break
     if len(sizes) < 2:
         return None
-    return run(cell.plan(sizes[Role.PREFILL], sizes[Role.DECODE]), cell.trace, Fixed())
+    found_sizes = (sizes[Role.PREFILL], sizes[Role.DECODE])
+    result = run(cell.plan(*found_sizes), cell.trace, Fixed())
+    while result.attainment < ATTAINMENT and max(found_sizes) < MOST_WORKERS:
+        # Each was enough beside plenty of the other: one more of which helps more?
+        prefill, decode = found_sizes
+        more = ((prefill + 1, decode), (prefill, decode + 1))
+        tried = [run(cell.plan(*one), cell.trace, Fixed()) for one in more]
+        better = 0 if tried[0].attainment >= tried[1].attainment else 1
+        found_sizes, result = more[better], tried[better]
+    return kept(result)
 
 
-def best_clairvoyant(cell: Cell, plan: Plan, found: clairvoyant.Demand) -> Result | None:
+def best_clairvoyant(cell: Cell, plan: Plan, found: clairvoyant.Demand) -> Kept | None:
     """The fullest that workers may be for the goal still to be reached."""
-    for load in (0.95, 0.85, 0.75, 0.65, 0.55):
-        result = run(plan, cell.trace, clairvoyant.Clairvoyant(found, cell.start_s, load))
-        if result.attainment >= ATTAINMENT:
-            return result
+    for load in _LOADS:
+        result = _tried(cell, plan, clairvoyant.Clairvoyant(found, cell.start_s, load))
+        if result.whole and result.attainment >= ATTAINMENT:
+            return kept(result, load)
     return None
 
 
-def compare(
-    cell: Cell, only: str | None = None, fills: Sequence[float] = FILLS
-) -> dict[str, Result | None]:
+def _made(cell: Cell, name: str) -> Kept | None:
     found = clairvoyant.demand(cell.trace, cell.perf, cell.goal)
     plan = cell.plan(*first_sizes(found))
-    results: dict[str, Result | None] = {}
-    if only is None or "ours" in only.split(","):
-        results["ours"] = run(plan, cell.trace, Slo(plan.pools, plan.goal))
-    notes: dict[str, float] = {}
-    for name in rivals(cell.known()):
-        if only is None or name in only.split(","):
-            results[name], notes[name] = rival(cell, plan, name, fills)
-    if only is None or "best_fixed" in only:
-        results["best_fixed"] = best_fixed(cell, found)
-    if only is None or "clairvoyant" in only:
-        results["clairvoyant"] = best_clairvoyant(cell, plan, found)
-    _show(cell, results, notes, clairvoyant.bound_gpu_hours(found, cell.perf, cell.start_s))
+    if name == "ours":
+        return kept(run(plan, cell.trace, Slo(plan.pools, plan.goal)))
+    if name == "best_fixed":
+        return best_fixed(cell, found)
+    if name == "clairvoyant":
+        return best_clairvoyant(cell, plan, found)
+    return rival(cell, plan, name)
+
+
+def compare(cell: Cell, only: tuple[str, ...], kept_alone: bool) -> dict[str, Kept | None]:
+    results: dict[str, Kept | None] = {}
+    for name, module in _MODULES.items():
+        if kept_alone and not is_kept(cell.name, name, module):
+            continue
+        if not only or name in only:
+            results[name] = once(cell.name, name, module, partial(_made, cell, name))
     return results
 
 
-def _show(
-    cell: Cell, results: Mapping[str, Result | None], fills: Mapping[str, float], bound: float
-) -> None:
-    rows = [
-        (name, r.attainment, r.ttft_attainment, r.tpot_attainment, r.gpu_hours, r.gpu_hours / bound,
-         r.changes, fills.get(name, ""))
-        for name, r in results.items() if r is not None
-    ]  # fmt: skip
-    head = (cell.name, "attainment", "TTFT", "TPOT", "GPU-h", "of the bound", "changes", "fill")
-    shown = [(n, *(f"{100 * x:.2f}%" for x in rest[:3]), *rest[3:]) for n, *rest in rows]
-    print("\n" + common.table(head, shown))
+def bound(cell: Cell) -> float:
+    found = clairvoyant.demand(cell.trace, cell.perf, cell.goal)
+    return clairvoyant.bound_gpu_hours(found, cell.perf, cell.start_s)
+
+
+def _show(name: str, results: Mapping[str, Kept | None], bound: float) -> None:
+    head = (name, "attainment", "TTFT", "TPOT", "GPU-h", "of the bound", "changes", "fill")
+    rows: list[tuple[object, ...]] = []
+    for policy, r in results.items():
+        if r is None or not r.whole:
+            rows.append((policy, f"< {ATTAINMENT:.0%}", "", "", "", "", "", ""))
+            continue
+        shares = (f"{100 * x:.2f}%" for x in (r.attainment, r.ttft_attainment, r.tpot_attainment))
+        rows.append((policy, *shares, r.gpu_hours, r.gpu_hours / bound, r.changes, r.fill or ""))
+    print("\n" + common.table(head, rows))
     print(f"bound: {bound:.1f} GPU-hours", flush=True)
-    line = {"cell": cell.name, "bound": bound} | {
-        name: None if r is None else [r.attainment, r.gpu_hours, fills.get(name)]
-        for name, r in results.items()
-    }
-    common.OUT.mkdir(parents=True, exist_ok=True)
-    with (common.OUT / "scaling.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
-def figures(done: Mapping[str, tuple[Mapping[str, Result | None], float]]) -> common.Metrics:
+def _reached(results: Mapping[str, Kept | None], without: tuple[str, ...]) -> list[float]:
+    """GPU-hours of those who reach the attainment."""
+    return [
+        r.gpu_hours
+        for key, r in results.items()
+        if key not in without and r is not None and r.whole and r.attainment >= ATTAINMENT
+    ]
+
+
+def figures(done: Mapping[str, tuple[Mapping[str, Kept | None], float]]) -> common.Metrics:
     """The worst over all cells, and each alone."""
     metrics: dict[str, float | None] = {}
     for name, (results, bound) in done.items():
-        ours = results["ours"]
-        assert ours is not None
-        rivals = [
-            r.gpu_hours
-            for key, r in results.items()
-            if key not in ("ours", "clairvoyant") and r is not None and r.attainment >= ATTAINMENT
-        ]
+        ours = results.get("ours")
+        if ours is None:
+            continue
         metrics[f"attainment_{name}"] = ours.attainment
+        metrics[f"gpu_hours_{name}"] = ours.gpu_hours
         metrics[f"gpu_hours_vs_optimum_{name}"] = ours.gpu_hours / bound
-        best = ours.gpu_hours / min(rivals) if rivals else None
-        metrics[f"gpu_hours_vs_best_rival_{name}"] = best
+        for key, without in (
+            ("rival", ("ours", "clairvoyant")),
+            ("autoscaler", ("ours", "clairvoyant", "best_fixed")),
+        ):
+            others = _reached(results, without)
+            best = ours.gpu_hours / min(others) if others else None
+            metrics[f"gpu_hours_vs_best_{key}_{name}"] = best
+    metrics["runs_missing"] = sum(len(_MODULES) - len(found) for found, _ in done.values())
     for key, worst in (
         ("attainment", min),
         ("gpu_hours_vs_optimum", max),
         ("gpu_hours_vs_best_rival", max),
+        ("gpu_hours_vs_best_autoscaler", max),
     ):
         values = [v for k, v in metrics.items() if k.startswith(key + "_") and v is not None]
         metrics[key] = worst(values) if values else None
     return metrics
-
-
-def cells(data: Path, quick: bool) -> list[Cell]:
-    with (data / "gpu_perf_model.csv").open(newline="") as lines:
-        measured = perf.read_measured(csv.DictReader(lines), "llama2-70b", "h100-80gb", 4)
-    engine = perf.fit(KNOWN_MODELS["llama-2-70b"], GPUS["h100"], 4, measured)
-    made: list[Cell] = []
-    for name, source in SOURCES.items():
-        path = data / source.file
-        if not path.exists():
-            print(f"{path} is missing: skipped")
-            continue
-        with path.open() as lines:
-            whole = trace.read(lines)
-        shapes = {
-            "hour": trace.faster(whole, 1 if quick else source.times),
-            "day": days.day(trace.faster(whole, source.day_times)),
-        }
-        for shape, start_s in ((s, t) for s in shapes for t in STARTS_S):
-            cut = shapes[shape].head(4000) if quick else shapes[shape]
-            made.append(Cell(f"{name}_{shape}_{start_s:g}", cut, source.goal, engine, start_s))
-    return made[:1] if quick else made
 
 
 def main() -> int:
@@ -245,7 +219,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=os.environ.get("PDCLUSTER_BENCH_DATA"))
     parser.add_argument("--cell", action="append", help="only cells whose name begins so")
     parser.add_argument("--only", help="only these policies, with commas")
-    parser.add_argument("--as-usual", action="store_true", help="rivals at their usual fill alone")
+    parser.add_argument("--kept", action="store_true", help="run nothing anew")
     found = parser.parse_args()
     if found.data is None or not Path(found.data).is_dir():
         print("bench.scaling needs traces: see its docstring for which, and --data; not run")
@@ -253,17 +227,15 @@ def main() -> int:
         common.report("scaling", metrics, GOALS, found.quick)
         return 0
     print(f"defaults: {PoolSpec(Role.PREFILL, 1)}")
-    done: dict[str, tuple[Mapping[str, Result | None], float]] = {}
-    for cell in cells(Path(found.data), found.quick):
-        if found.cell and not any(cell.name.startswith(one) for one in found.cell):
-            continue
-        bound = clairvoyant.bound_gpu_hours(
-            clairvoyant.demand(cell.trace, cell.perf, cell.goal), cell.perf, cell.start_s
-        )
-        fills = FILLS[:1] if found.as_usual else FILLS
-        done[cell.name] = (compare(cell, found.only, fills), bound)
-    if all("ours" in results for results, _ in done.values()):
-        common.report("scaling", figures(done), GOALS, found.quick)
+    only = tuple(found.only.split(",")) if found.only else ()
+    done: dict[str, tuple[Mapping[str, Kept | None], float]] = {}
+    for cell in cells(Path(found.data), found.quick, tuple(found.cell or ("",))):
+        done[cell.name] = (compare(cell, only, found.kept), bound(cell))
+        _show(cell.name, *done[cell.name])
+    if not only:
+        made = figures(done)
+        scaling_chart.draw(done, not (found.quick or found.cell or made["runs_missing"]))
+        common.report("scaling", made, GOALS, found.quick)
     return 0
 
 

@@ -1,8 +1,10 @@
 """Kubernetes' HorizontalPodAutoscaler (autoscaling/v2), and KEDA, which drives one.
 
-kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale: every 15 s desired =
+https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale: every 15 s desired =
 ceil(current x value / target), nothing within a tolerance of 10%; up at once by at most
 the larger of 4 pods and 100% in 15 s, down to the highest recommendation of 300 s.
+
+KEDA's settings: https://docs.vllm.ai/projects/production-stack/en/latest/use_cases/autoscaling-keda.html
 """
 
 import math

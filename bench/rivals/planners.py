@@ -1,13 +1,14 @@
 """Autoscalers that compare demand with capacity.
 
-Analyzer (as llm-d's workload-variant-autoscaler does it): demand, at its highest of the last
+Analyzer (llm-d's workload-variant-autoscaler, its analyzer by tokens and capacity:
+https://llm-d.ai/docs/architecture/advanced/autoscaling/hpa-wva): demand, at its highest of the last
 minute, against what replicas can do; up when demand / 0.85 is more than there is, down by one
 when demand / 0.70 is less; every 30 s, and while pods load nothing more is asked for. It goes
 by KV and queues where prefill and decode are one; here prefill's demand is tokens a second.
 
-Throughput planner (docs.nvidia.com/dynamo, planner design): every 180 s, last interval's
-load as the next one's (its predictor "constant"); prefill = ceil(tokens a second / profiled
-throughput), decode = ceil(output tokens a second / the best profiled throughput within the
+Throughput planner (https://docs.nvidia.com/dynamo/design-docs/planner-design): every 180 s, last
+interval's load as the next one's (its predictor "constant"); prefill = ceil(tokens a second /
+profiled throughput), decode = ceil(output tokens a second / the best profiled throughput within the
 ITL target over a correction, measured / expected ITL). Prefill's correction is at most 1, for
 prefix caches; these show in the uncached tokens already.
 """

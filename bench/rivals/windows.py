@@ -1,12 +1,13 @@
 """Autoscalers on concurrency over windows: Knative's KPA, and one on a percentile.
 
-KPA (knative.dev/docs/serving/autoscaling, with the windows that AIBrix uses for LLMs): the
-mean concurrency of a stable window of 180 s over the target; in panic, that of 60 s, when
-it asks for twice what there is; no scale-down in panic, which lasts one stable window;
-at most 1,000% up, half down; target utilization 70%.
+KPA (https://knative.dev/docs/serving/autoscaling/kpa-specific, with windows of 180 and 60 s, not
+60 and 6: an LLM's requests last longer): the mean concurrency of a stable window of 180 s over
+the target; in panic, that of 60 s, when it asks for twice what there is; no scale-down in
+panic, which lasts one stable window; at most 1,000% up, half down; target utilization 70%.
 
-Percentile window: every 15 s the P95 of the last 60 s, nothing within 10%, at once up to
-it when it is at 200% of what there is; down after 300 s of calm.
+Percentile window (of no one product: the usual cure for a mean that hides bursts): every 15 s
+the P95 of the last 60 s, nothing within 10%, at once up to it when it is at 200% of what there
+is; down after 300 s of calm.
 """
 
 import math

@@ -195,6 +195,7 @@ class _Choice:
         self._prefills: dict[WorkerId, Prefill] = {}
         self._decode_s: dict[WorkerId, float] = {}
         self._partners: dict[WorkerId, list[WorkerView]] = {}
+        self._picks: dict[tuple[int, ...], tuple[list[WorkerView], WorkerView | None]] = {}
         self._pulls = Pulls((), known.cached_at, routing.link, None)
 
     def may_pull_from(
@@ -324,9 +325,18 @@ class _Choice:
             return partners
         if self._routing.policy != "cost":
             return [self._prefill_by_name(partners)]
-        home = self._known.home(partners)
+        # Decode workers mostly have the same partners: these are compared once a request.
+        same = tuple(map(id, partners))
+        if same not in self._picks:
+            self._picks[same] = self._picked(partners)
+        picked, home = self._picks[same]
         if home is not None:
             self._homes[decode.id] = home.id
+        return picked
+
+    def _picked(self, partners: Sequence[WorkerView]) -> tuple[list[WorkerView], WorkerView | None]:
+        """The soonest, or those drawn, and the prompt's home, of which there may be none."""
+        home = self._known.home(partners)
         if self._chance.alone:
             found = {w.id: self._prefill(w) for w in partners}
             costs = {at: round(p.ready_s + self._costs.delay(p), 6) for at, p in found.items()}
@@ -338,7 +348,7 @@ class _Choice:
             holder = max(partners, key=self._known.cached_at)
             if self._known.cached_at(holder) and holder not in picked:
                 picked.append(holder)
-        return picked if home is None or home in picked else [*picked, home]
+        return (picked if home is None or home in picked else [*picked, home]), home
 
     def _prefill_by_name(self, partners: Sequence[WorkerView]) -> WorkerView:
         policy, ordered = self._routing.policy, sorted(partners, key=lambda w: w.ordinal)

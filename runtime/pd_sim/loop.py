@@ -17,6 +17,10 @@ class Loop:
         self._count += 1
         heapq.heappush(self._heap, (max(when, self.now), self._count, call, args))
 
+    def clear(self) -> None:
+        """Nothing more is due."""
+        self._heap.clear()
+
     def run(self, until: float) -> None:
         """All that is due before or at `until`, whose time it is then."""
         heap = self._heap

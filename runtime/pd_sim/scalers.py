@@ -76,6 +76,6 @@ class Slo:
             minimum=plan.minimum,
             maximum=plan.maximum,
             gpus_each=plan.perf.gpus,
-            ttft=None if plan.role is Role.DECODE else ttft,
+            ttft=ttft,
             tpot=None if plan.role is Role.PREFILL else tpot,
         )

@@ -1,5 +1,6 @@
 """PURE. A trace through a cluster: what users got, and what it cost."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,8 @@ from pd_sim.scalers import Goal, Scaler
 from pd_sim.trace import Request, Trace
 from pd_sim.worker import GAP_BUCKETS, Worker, gap_s
 
+_JUDGED_EACH = 500
+"""Arrivals between two looks at whether a run can still reach what it's to reach."""
 _PATIENCE_S = 3600.0
 """After the last arrival: what isn't served by then never will be."""
 
@@ -46,7 +49,8 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`attainment`: the share of all requests within both targets; refused ones are not."""
+    """`attainment`: the share of all requests within both targets; refused ones are not.
+    `whole`: it wasn't given up; the figures of one that was are those until then."""
 
     requests: int
     attainment: float
@@ -57,6 +61,7 @@ class Result:
     tpot_s: Mapping[str, float]
     itl_s: Mapping[str, float]
     changes: int  # of a pool's size
+    whole: bool = True
     outcomes: Sequence[Outcome] = field(repr=False, default=())
     sizes: Sequence[Sizes] = field(repr=False, default=())
 
@@ -76,9 +81,12 @@ class Result:
 
 
 class Simulation:
-    """One run. GPUs are paid for from the first arrival to the last."""
+    """One run. GPUs are paid for from the first arrival to the last. With more than
+    `most_late` requests late it is given up."""
 
-    def __init__(self, plan: Plan, trace: Trace, scaler: Scaler) -> None:
+    def __init__(
+        self, plan: Plan, trace: Trace, scaler: Scaler, most_late: int | None = None
+    ) -> None:
         self.plan = plan
         self.trace = trace
         self.scaler = scaler
@@ -87,6 +95,9 @@ class Simulation:
         self.router = SimRouter(plan.router, self.loop, self.pools)
         self.sizes: list[Sizes] = []
         self.changes = 0
+        self.given_up = False
+        self._most_late = most_late
+        self._judged = self._late = 0
         self._requests: Iterator[Request] = iter(trace.requests)
 
     def run(self) -> Result:
@@ -99,7 +110,7 @@ class Simulation:
         self._next()
         loop.run(end_s)
         gpu_hours = self.pools.gpu_seconds() / 3600
-        while self.router.live and loop.now < end_s + _PATIENCE_S:
+        while self.router.live and not self.given_up and loop.now < end_s + _PATIENCE_S:
             loop.run(loop.now + 10.0)
         return self._result(gpu_hours)
 
@@ -111,7 +122,23 @@ class Simulation:
 
     def _arrive(self, request: Request) -> None:
         self.router.arrive(request)
-        self._next()
+        if self._most_late is not None and len(self.router.outcomes) % _JUDGED_EACH == 0:
+            self._judge(self._most_late)
+        if not self.given_up:
+            self._next()
+
+    def _judge(self, most_late: int) -> None:
+        """Counts the late among those whose outcome is known, in order of arrival."""
+        goal, now = self.plan.goal, self.loop.now
+        for outcome in itertools.islice(self.router.outcomes, self._judged, None):
+            late = outcome.ttft_s is None and now - outcome.at_s > goal.ttft_s
+            if outcome.tpot_s is None and not late:
+                break
+            self._judged += 1
+            self._late += late or not _in_time(outcome, goal)
+        if self._late > most_late:
+            self.given_up = True
+            self.loop.clear()
 
     def _ready(self, worker: Worker) -> None:
         del worker
@@ -158,6 +185,7 @@ class Simulation:
             tpot_s=_percentiles([o.tpot_s for o in outcomes if o.tpot_s]),
             itl_s=self._gaps(),
             changes=self.changes,
+            whole=not self.given_up,
             outcomes=outcomes,
             sizes=self.sizes,
         )
@@ -179,8 +207,17 @@ class Simulation:
         return found
 
 
-def run(plan: Plan, trace: Trace, scaler: Scaler) -> Result:
-    return Simulation(plan, trace, scaler).run()
+def run(plan: Plan, trace: Trace, scaler: Scaler, most_late: int | None = None) -> Result:
+    return Simulation(plan, trace, scaler, most_late).run()
+
+
+def _in_time(outcome: Outcome, goal: Goal) -> bool:
+    return (
+        outcome.ttft_s is not None
+        and outcome.ttft_s <= goal.ttft_s
+        and outcome.tpot_s is not None
+        and outcome.tpot_s <= goal.tpot_s
+    )
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:

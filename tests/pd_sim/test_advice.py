@@ -107,6 +107,20 @@ COUNTER = {
         replace(NO["little engineering capacity"], small_team=False), True,
     ),
     "time for each token": (question(CHAT, 16, tpot_s=0.05), False),
+    "short prompts for short answers": (
+        replace(YES["prefill-heavy"], trace=made_up((400, 1200), (40, 80), 12, 400)), False,
+    ),
+    "prompts alike and short": (
+        replace(
+            YES["wide spread of prompt lengths"], trace=made_up((60, 120), (150, 250), 16, 500)
+        ),
+        False,
+    ),
+    "few GPUs": (replace(YES["many GPUs"], workers=3), False),
+    "more GPUs and strict TPOT": (question(WIDE, workers=8, tpot_s=0.0125), True),
+    "long prompts and strict TPOT": (
+        question(made_up((60, 12_000), (200, 400), 10, 400), 16, tpot_s=0.0125), True,
+    ),
     "no bursts": (question(made_up(*QUIET), 8, goal=Goal(5.0, 0.016)), False),
 }  # fmt: skip
 

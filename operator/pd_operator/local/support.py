@@ -7,6 +7,7 @@ from pd_operator.api import (
     InvalidCluster,
     ModelImage,
     Pool,
+    ScalingMode,
     Source,
     Template,
     TlsMode,
@@ -76,9 +77,10 @@ def _tls(cluster: Cluster) -> list[FieldError]:
 
 
 def _scaling(pool: Pool) -> list[FieldError]:
-    if pool.scaling is None:
+    if pool.scaling is None or pool.scaling.mode is ScalingMode.SLO:
         return []
-    return [FieldError(f"spec.{pool.role}.scaling", _KUBERNETES, "write replicas")]
+    problem = f"is External, which {_KUBERNETES}"
+    return [FieldError(f"spec.{pool.role}.scaling.mode", problem, "write SLO, or replicas")]
 
 
 def _volumes(path: str, template: Template) -> list[FieldError]:

@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pd_core import sketch
 from pd_operator.api import Role
 from pd_operator.scaling import bounds, sizing
-from pd_operator.scaling.forecast import Ahead, Chance, Course
+from pd_operator.scaling.forecast import UNKNOWN_MARGIN, Ahead, Chance, Course
 from pd_operator.scaling.learning import learn, size_variation
 from pd_operator.scaling.sizing import Learned, Need
 from pd_operator.scaling.starting import Starts
@@ -41,6 +42,8 @@ UP_STEP_S = 15.0
 LEAST_UP = 4
 TOLERANCE = 0.05
 """A fall needs room for so much more demand than there is: no see-saw at a threshold."""
+_OUTPUT_VARIATION = 1.0
+"""Of outputs' lengths, the variance over the mean's square: they are about exponential."""
 SETTLED_S = 60.0
 """A pool had enough workers for so long: what users got meanwhile tells of the model."""
 
@@ -142,26 +145,60 @@ def _learn(
     learned = learn(state.learned, pool, seen, signals, elapsed_s)
     last, since = state.lasting, state.enough_since
     settled = since is not None and now - since >= SETTLED_S and not last.infeasible
+    got, target = (seen.tpot, pool.tpot) if pool.role is Role.DECODE else (seen.own_ttft, pool.ttft)
+    hopeless = last.numbers.get("hopeless", 0.0)
+    waited = _late_by_grants(pool, seen)
     feedback = learned.feedback.learn(
-        seen.tpot if pool.role is Role.DECODE else seen.own_ttft,
-        pool.tpot if pool.role is Role.DECODE else pool.ttft,
-        hopeless=last.numbers.get("hopeless", 0.0),
+        got,
+        target,
+        hopeless=hopeless,
         settled=settled,
-        spare=signals.workers > (last.workers or 0),
         elapsed_s=elapsed_s,
+        waited=waited,
     )
-    learned = replace(learned, feedback=feedback, start_s=starts.start_s)
+    # Where bounds held the pool back, a larger margin would be asked for in vain.
+    bound = last.infeasible or (last.workers or 0) > pool.maximum
+    allowance = learned.allowance.learn({} if bound else got, target, hopeless, elapsed_s, waited)
+    learned = replace(learned, feedback=feedback, allowance=allowance, start_s=starts.start_s)
     return replace(state, learned=learned, learned_at=seen.read_at)
+
+
+def _late_by_grants(pool: PoolSpec, seen: Observations) -> float:
+    """The share of requests that decode made late by having no room: late by TTFT, and not by
+    what prefill took of it."""
+    if pool.role is not Role.DECODE or pool.ttft is None:
+        return 0.0
+    late, own = (
+        sketch.share_above(found, pool.ttft.seconds) for found in (seen.ttft, seen.own_ttft)
+    )
+    return max(late - own, 0.0) if late is not None and own is not None else 0.0
 
 
 def _forecast(pool: PoolSpec, long: Flow, state: PoolState, now: float) -> tuple[PoolState, Ahead]:
     """Demand when a worker that is asked for now would serve; half a window is behind us."""
+    learned = state.learned
     horizon_s = state.starts.start_s + pool.window_s / 2
     decode = pool.role is Role.DECODE
-    chance = Chance(long.requests, 0.0 if decode else size_variation(state.learned))
-    demand = long.sequences if decode else long.prompt_tokens
+    variation = _OUTPUT_VARIATION if decode else size_variation(learned)
+    chance = Chance(long.requests, variation)
+    demand = _work(pool.role, long, learned)
+    if demand is None:
+        return state, Ahead(horizon_s=horizon_s, margin=UNKNOWN_MARGIN)
     course = state.course.add(now, demand, chance, horizon_s)
-    return replace(state, course=course), course.ahead(now, demand, chance, horizon_s)
+    ahead = course.ahead(now, demand, chance, horizon_s, learned.allowance.safe)
+    return replace(state, course=course), ahead
+
+
+def _work(role: Role, flow: Flow, learned: Learned) -> float | None:
+    """Tokens a second that a pool's workers have to compute; None: not known yet. Not only
+    arrivals change: at times answers are twice as long, or prompts are cached."""
+    prompts = flow.prompt_tokens * learned.uncached_share
+    if role is Role.PREFILL:
+        return prompts
+    if not learned.output_tokens:
+        return None
+    outputs = flow.sequences * learned.output_tokens
+    return outputs if role is Role.DECODE else prompts + outputs
 
 
 def _no_data(seen: Observations, flows: Flows, now: float) -> str:
@@ -194,8 +231,9 @@ def _needs(
     """None while it isn't known what a worker can do."""
     sizer = _SIZERS[pool.role]
     long, short = flows
-    demand = long.sequences if pool.role is Role.DECODE else long.prompt_tokens
-    coming = _times(long, ahead.level * ahead.growth / demand if demand > 0 else 1.0)
+    demand = _work(pool.role, long, learned) or 0.0
+    known = demand > 0 and ahead.level > 0
+    coming = _times(long, ahead.level * ahead.growth / demand if known else 1.0)
     variation = 0.0 if pool.role is Role.DECODE else size_variation(learned)
     sudden = _beyond_chance(short, pool.panic_window_s, variation)
     most = _times(coming, 1 + TOLERANCE)
@@ -220,6 +258,7 @@ def _needs(
         "margin": ahead.margin,
         "horizon_s": ahead.horizon_s,
         "correction": learned.feedback.factor,
+        "used": learned.allowance.used,
     }
     if learned.feedback.late is not None:
         numbers["late"] = learned.feedback.late

@@ -119,7 +119,7 @@ _WHY = {
 def _demand(n: Numbers) -> str:
     if "demand" not in n:
         return ""
-    unit = "sequences/s" if "sequences_per_s" in n else "tokens/s"
+    unit = "output tokens/s" if "sequences_per_s" in n else "tokens/s"
     return (
         f"demand: {n['demand']:.3g} {unit} now, {n['level']:.3g} without chance, "
         f"x{n['growth']:.2f} by its slope and x{n['margin']:.2f} for what forecasts have missed "
@@ -152,6 +152,8 @@ def _outcome(n: Numbers) -> str:
     if "correction" in n:
         late = f", {n['late']:.1%} were late in the last minute" if "late" in n else ""
         text += f"; x{n['correction']:.2f} by what users got{late}"
+    if "used" in n:
+        text += f"; {n['used']:.0%} of the lateness that is allowed is used up"
     if n.get("infeasible"):
         text += "; one request alone misses the target: no number of workers meets it"
     return text

@@ -2,8 +2,9 @@
 
 While a pool has the workers that the model asked for, requests that are late beyond what is
 allowed say that it asks for too few: it is made to ask for more, by a factor. While hardly
-anybody is late, the factor goes back, slowly, and a little further. A pool that is too small,
-since it still starts or is held by a bound, teaches nothing.
+anybody is late, the factor goes back, slowly, and not below 1: that nobody is late may be due
+to the hour. A pool that is too small, since it still starts or is held by a bound, teaches
+nothing.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from pd_operator.scaling.types import Target
 _UP_PER_MINUTE = 0.04
 _DOWN_PER_MINUTE = 0.004
 _MOST_AT_ONCE = 4.0  # times what is allowed; a minute that went wholly wrong counts no more
-_LOW, _HIGH = 0.9, 1.6
+_LOW, _HIGH = 1.0, 1.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +32,19 @@ class Feedback:
         target: Target | None,
         hopeless: float,
         settled: bool,
-        spare: bool,
         elapsed_s: float,
+        waited: float = 0.0,
     ) -> "Feedback":
-        """`hopeless`: the share for which more workers would do nothing. `spare`: there are
-        more workers than were asked for: that nobody is late takes back a factor above 1,
-        and says nothing beyond."""
+        """`hopeless`: the share for which more workers would do nothing; `waited`: that is
+        late for having waited for this pool, beside those whom `seen` tells of."""
         late = sketch.share_above(seen, target.seconds) if target else None
         if target is None or late is None:
             return Feedback(self.factor)
+        late = min(late + waited, 1.0)
         if not settled:
             return Feedback(self.factor, late)
         allowed = max(1 - target.quantile, 1e-3)
         over = max(late - hopeless, 0.0) / allowed - 1
         step = _UP_PER_MINUTE * min(over, _MOST_AT_ONCE) if over > 0 else _DOWN_PER_MINUTE * over
         factor = self.factor + step * min(elapsed_s, 60.0) / 60.0
-        low = min(1.0, self.factor) if spare else _LOW
-        return Feedback(min(max(factor, low), _HIGH), late)
+        return Feedback(min(max(factor, _LOW), _HIGH), late)

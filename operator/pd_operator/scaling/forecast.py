@@ -14,18 +14,20 @@ _SLOTS = 6  # of which level and slope are made
 _KEPT = 24
 _ERRORS = 120
 """Forecasts that are remembered: two hours."""
-_SAFE = 0.95
-"""So many of past forecasts would have been enough: pools also have room by whole workers, and
-by falling late. Rarer jumps can't be waited for."""
 _JUMP = 2.5
 """A minute that is so many standard deviations above the level is a new level."""
 _SURE = 2.0
 """A slope counts from so many standard deviations on."""
-_CHANCE_QUANTILE = 1.64  # of a normal distribution, as _SAFE
+_CHANCE_QUANTILE = 1.64  # of a normal distribution: what one minute in twenty exceeds
 _FORECAST_NOISE = 1.5  # variance of a minute and of a forecast for it, in a minute's
+_MOST_MISSED = math.log(2)
+"""A forecast that lacked more tells no more: one burst to five times the demand, that none
+foresaw, would keep five times the workers for two hours."""
 _PRIOR_SHORT = 0.25
 _PRIOR_WEIGHT = 10.0
 _MOST_GROWTH = 3.0
+UNKNOWN_MARGIN = math.exp(_PRIOR_SHORT)
+"""While nothing has been forecast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +81,24 @@ class Course:
             return made
         short = max(math.log(demand / (level * growth)), 0.0)
         by_chance = _CHANCE_QUANTILE**2 * _FORECAST_NOISE * chance.variance
-        short = math.sqrt(max(short * short - by_chance, 0.0))
+        short = min(math.sqrt(max(short * short - by_chance, 0.0)), _MOST_MISSED)
         return replace(made, short=(*made.short, short)[-_ERRORS:])
 
-    def ahead(self, at: float, demand: float, chance: Chance, horizon_s: float) -> Ahead:
-        """`demand`: of the last minute."""
+    def ahead(
+        self, at: float, demand: float, chance: Chance, horizon_s: float, safe: float
+    ) -> Ahead:
+        """`demand`: of the last minute; `safe`: so many of past forecasts, with the margin,
+        would have been enough."""
         points = [point for point in self.points if point[0] <= at - SLOT_S / 2]
         points = [*points[1 - _SLOTS :], (at, demand)]
         level, growth = _expected(points, chance, horizon_s)
-        return Ahead(level, growth, math.exp(self._safe_short()), horizon_s)
+        return Ahead(level, growth, math.exp(self._safe_short(safe)), horizon_s)
 
-    def _safe_short(self) -> float:
+    def _safe_short(self, safe: float) -> float:
         """What most forecasts lacked no more than; drawn to a prior while there are few."""
         count = len(self.short)
-        safe = sorted(self.short)[math.ceil(_SAFE * count) - 1] if count else 0.0
-        return (safe * count + _PRIOR_SHORT * _PRIOR_WEIGHT) / (count + _PRIOR_WEIGHT)
+        enough = sorted(self.short)[math.ceil(safe * count) - 1] if count else 0.0
+        return (enough * count + _PRIOR_SHORT * _PRIOR_WEIGHT) / (count + _PRIOR_WEIGHT)
 
 
 def _expected(

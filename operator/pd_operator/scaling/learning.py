@@ -17,6 +17,8 @@ _SLOW = 0.05  # how far one reading moves what is averaged
 _SLOWER = 0.02  # the same for what minutes of trouble would bend
 _SPREAD = (1.0, 4.0)
 _BUSY = 0.5  # of the largest batch within the target
+_RUNNING_S = 60.0  # over which running sequences are averaged
+_DISPERSION = (1.0, 4.0)
 _SKETCH_S = 60.0  # what a reading's sketches go back
 _RESERVE_TOKENS = 256  # an engine sets aside so much for a sequence's output at its grant
 
@@ -30,8 +32,11 @@ def learn(
         speed = speed.learn(pool.work, elapsed_s)
     else:
         line = line.learn(pool.work, elapsed_s)
+    usual = pool.running if learned.running is None else learned.running
     made = replace(
         learned,
+        running=usual + (1 - math.exp(-elapsed_s / _RUNNING_S)) * (pool.running - usual),
+        dispersion=_dispersion(learned, pool, usual, elapsed_s),
         speed=speed,
         line=line,
         uncached_share=_follow(learned.uncached_share, seen.uncached_share),
@@ -45,6 +50,16 @@ def learn(
         each = min(each, _longest(made, spec, seen))
         made = replace(made, kv_each=_average(learned.kv_each, each, elapsed_s))
     return replace(made, spread=_spread(made, spec, seen, pool, elapsed_s))
+
+
+def _dispersion(learned: Learned, pool: PoolSignals, usual: float, elapsed_s: float) -> float:
+    """How much running sequences swing around their average of the last minute."""
+    if usual < 1:
+        return learned.dispersion
+    found = min((pool.running - usual) ** 2 / usual, _DISPERSION[1] ** 2)
+    low, high = _DISPERSION
+    weight = 1 - fade(elapsed_s)
+    return min(max(learned.dispersion + weight * (found - learned.dispersion), low), high)
 
 
 def size_variation(learned: Learned) -> float:
@@ -104,7 +119,7 @@ def _spread(
     """How much worse the target's percentile of TPOT is than the mean step: sequences meet
     longer batches, other prompts and pauses. So the model is corrected by what users see, while
     batches are such that it matters: an idle worker's steps vary more, and harm nobody."""
-    if spec.tpot is None or not pool.work:
+    if spec.role is not Role.COLOCATED or spec.tpot is None or not pool.work:
         return learned.spread
     batch = pool.running / max(pool.workers, 1)
     if batch < _BUSY * learned.line.largest_batch(spec.tpot.seconds):

@@ -95,6 +95,7 @@ def observe(history: History, spec: Spec) -> Observations:
         queued_tokens=sum(one.queued_tokens for one in latest.routers),
         queued_sequences=sum(one.queued_sequences for one in latest.routers),
         held_requests=sum(one.held_requests for one in latest.routers),
+        ttft=latest.ttft,
         own_ttft=latest.own_ttft,
         tpot=latest.tpot,
         uncached=latest.uncached,

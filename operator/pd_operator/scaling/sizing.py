@@ -4,8 +4,9 @@ Prefill: the fewest workers at which no more prompts than allowed wait and compu
 longer than the TTFT target, at most `MAX_LOAD` busy, plus what it takes to work a backlog
 off within `DRAIN_S`, if it would still be there when another worker has started.
 
-Decode: concurrency (arrivals x residence) over the largest batch whose steps meet the
-TPOT target, and over what fits in KV with headroom; whichever needs more.
+Decode: concurrency (arrivals x residence), and what chance adds to it at the percentile, over
+the largest batch whose steps meet the TPOT target, and over what fits in KV with headroom;
+whichever needs more.
 
 Both for the demand that is forecast. Up to the `margin` by which forecasts have been wrong,
 they promise less: no queue may grow, and the mean step may take as long as the target.
@@ -16,9 +17,10 @@ so, and the pool is sized as for a target that can be met.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pd_operator.scaling import service
+from pd_operator.scaling.allowance import Allowance
 from pd_operator.scaling.capacity import PromptCost, Speed, StepLine
 from pd_operator.scaling.feedback import Feedback
 from pd_operator.scaling.queueing import waiting
@@ -29,7 +31,8 @@ MAX_LOAD = 0.9
 DRAIN_S = 60.0
 KV_HEADROOM = 0.05
 _CHANCE = 2.0
-"""Standard deviations of the KV in use that there is room for: sequences come by chance."""
+"""Standard deviations beyond which running sequences are more than usual."""
+_PERCENTILE_SIGMA = 2.33  # standard deviations below which 99% of a normal distribution are
 _KV_VARIATION = 1.5  # of a sequence's KV: variance over the mean's square
 _LEAST_ALLOWED = 0.25  # of who may be late, for waiting, however many are late anyway
 UNKNOWN_SPREAD = 1.15
@@ -47,13 +50,16 @@ class Learned:
 
     speed: Speed = field(default_factory=Speed)
     line: StepLine = field(default_factory=StepLine)
-    spread: float | None = None  # the TPOT percentile over the mean step
+    spread: float | None = None  # co-located: the TPOT percentile over the mean step
     uncached_share: float = 1.0
     output_tokens: float | None = None
     kv_each: float | None = None  # tokens of KV, a sequence
+    running: float | None = None  # sequences in the pool, over the last minute
+    dispersion: float = 1.0  # of them: variance over mean; 1 where they come independently
     overhead_s: float = 0.0
     sizes: Mapping[int, int] = field(default_factory=dict)  # tokens to compute, a request
     cost: PromptCost = field(default_factory=PromptCost)
+    allowance: Allowance = field(default_factory=Allowance)
     feedback: Feedback = field(default_factory=Feedback)
     start_s: float = UNKNOWN_S  # from asking for a worker until it serves
 
@@ -87,7 +93,9 @@ class Case:
         """Workers for the KV of so many sequences; 0: not known."""
         if self.kv_room < 1:
             return 0.0
-        return _with_chance(sequences) * (self.learned.kv_each or 0.0) / self.kv_room
+        variance = sequences * (self.learned.dispersion + _KV_VARIATION)
+        most = sequences + _PERCENTILE_SIGMA * math.sqrt(variance)
+        return most * (self.learned.kv_each or 0.0) / self.kv_room
 
 
 def prefill(case: Case) -> Need:
@@ -107,21 +115,22 @@ def decode(case: Case) -> Need:
     line = learned.line
     if line.fit() is None:
         return Need(None, {"sequences_per_s": flow.sequences, "running": pool.running})
-    batch, infeasible = _largest_batch(spec, pool, learned)
-    most, _ = _largest_batch(spec, pool, replace(learned, spread=1.0))
+    batch, infeasible = _largest_batch(spec, pool, learned, 1.0)
     if case.kv_room >= 1 and learned.kv_each:
         # Where KV lets no more run, steps are shorter than the target, and stays too.
         batch = max(min(batch, case.kv_room / learned.kv_each), 1.0)
-        most = max(min(most, case.kv_room / learned.kv_each), 1.0)
     step_s = line.step_s(batch) or 0.0
     predicted = flow.sequences * (learned.output_tokens or 0.0) * step_s
-    present = pool.running / max(pool.workers, 1)
+    running = _beyond_chance(pool.running, learned)
+    present = running / max(pool.workers, 1)
     # Steps that take too long keep sequences longer than they would with enough workers.
     slow = min(1.0, step_s / (line.step_s(present) or step_s)) if step_s > 0 else 1.0
-    concurrency = max(predicted, pool.running * slow) + waits
-    by_batch = concurrency * learned.feedback.factor / batch
-    by_peak = (predicted * case.margin + waits) / most
-    by_kv = case.by_kv(concurrency)
+    concurrency = max(predicted, running * slow) + waits
+    # A step lasts as long as its batch is large: what chance adds has to fit, too.
+    chance = _PERCENTILE_SIGMA * math.sqrt(concurrency * learned.dispersion)
+    by_batch = (concurrency * learned.feedback.factor + chance) / batch
+    by_peak = (predicted * case.margin + waits) / batch
+    by_kv = case.by_kv(concurrency) * learned.feedback.factor
     return Need(
         max(_whole(max(by_batch, by_peak, by_kv)), 1),
         {
@@ -134,10 +143,18 @@ def decode(case: Case) -> Need:
             "step_s": step_s,
             "by_batch": by_batch,
             "by_peak": by_peak,
+            "chance": chance,
             "by_kv": by_kv,
         },
         infeasible,
     )
+
+
+def _beyond_chance(running: float, learned: Learned) -> float:
+    """Sequences of the last minute, or of now where chance doesn't explain that there are more:
+    else a pool would be sized for the highest of many looks."""
+    usual = running if learned.running is None else learned.running
+    return max(usual, running - _CHANCE * math.sqrt(running))
 
 
 def _own_share(pool: PoolSignals, learned: Learned) -> float:
@@ -160,7 +177,8 @@ def colocated(case: Case) -> Need:
     if learned.line.fit() is None:
         return Need(None, {"tokens_per_s": tokens})
     # max_running bounds sequences, not the tokens of a step.
-    batch, infeasible = _largest_batch(case.spec, PoolSignals(), learned)
+    spread = learned.spread or UNKNOWN_SPREAD
+    batch, infeasible = _largest_batch(case.spec, PoolSignals(), learned, spread)
     step_s = learned.line.step_s(batch) or 0.0
     speed = batch / step_s if step_s > 0 else 0.0
     need = _by_waiting(case, tokens, backlog, speed)
@@ -220,8 +238,11 @@ def _excess(
     return max(late - spare * start_s, 0.0) / DRAIN_S
 
 
-def _largest_batch(spec: PoolSpec, pool: PoolSignals, learned: Learned) -> tuple[float, bool]:
-    """The tokens a step that still meet the target, and whether even one alone doesn't."""
+def _largest_batch(
+    spec: PoolSpec, pool: PoolSignals, learned: Learned, spread: float
+) -> tuple[float, bool]:
+    """The tokens a step that still meet the target, and whether even one alone doesn't.
+    `spread`: of TPOT's percentile over the mean step."""
     line = learned.line
     alone_s = line.step_s(1.0) or 0.0
     limit = max(line.mean_batch, 1.0) * _MOST_BATCH
@@ -229,7 +250,7 @@ def _largest_batch(spec: PoolSpec, pool: PoolSignals, learned: Learned) -> tuple
         limit = min(limit, pool.max_running_each)
     if spec.tpot is None:
         return max(limit * MAX_LOAD, 1.0), False
-    step_s = spec.tpot.seconds / (learned.spread or UNKNOWN_SPREAD)
+    step_s = spec.tpot.seconds / spread
     infeasible = step_s < alone_s
     batch = line.largest_batch(max(step_s, alone_s * _LEAST_STEP))
     return max(min(batch, limit), 1.0), infeasible
@@ -244,11 +265,6 @@ def _fewest(least: int, most: int, enough: Callable[[int], bool]) -> int:
         else:
             least = middle + 1
     return least
-
-
-def _with_chance(sequences: float) -> float:
-    """As many as hold the KV that hardly ever more is needed of, when they come by chance."""
-    return sequences + _CHANCE * math.sqrt(sequences * (1 + _KV_VARIATION))
 
 
 def _whole(workers: float) -> int:

@@ -38,7 +38,7 @@ def _pool(cluster: Cluster, pool: Pool, present: int) -> PoolSpec:
         minimum=scaling.min_replicas,
         maximum=scaling.max_replicas,
         gpus_each=pool.gpus_each,
-        ttft=_target(cluster.slo.ttft) if pool.role is not Role.DECODE else None,
+        ttft=_target(cluster.slo.ttft),
         tpot=_target(cluster.slo.tpot) if pool.role is not Role.PREFILL else None,
         window_s=scaling.window_s,
         panic_window_s=scaling.panic_window_s,

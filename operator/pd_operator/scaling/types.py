@@ -34,7 +34,7 @@ class PoolSpec:
     maximum: int = 1
     gpus_each: int = 0
     fixed: bool = False
-    ttft: Target | None = None
+    ttft: Target | None = None  # decode has it, too: who waits for its room is late by it
     tpot: Target | None = None
     window_s: float = 60.0  # over which demand is measured
     panic_window_s: float = 10.0  # the same for bursts
@@ -141,7 +141,8 @@ class Observations:
     queued_tokens: float = 0.0
     queued_sequences: float = 0.0
     held_requests: float = 0.0  # for want of any worker
-    own_ttft: Sketch = field(default_factory=dict)
+    ttft: Sketch = field(default_factory=dict)
+    own_ttft: Sketch = field(default_factory=dict)  # without waiting for decode's room
     tpot: Sketch = field(default_factory=dict)
     uncached: Sketch = field(default_factory=dict)  # tokens to compute, a request
     prompts: PromptSums = field(default_factory=PromptSums)

@@ -40,7 +40,8 @@ from tests.pd_operator.objects import cluster
             {
                 "spec.decode": {"scaling": {"mode": "External", "maxReplicas": 3}},
             },
-            "spec.decode.scaling: is for Kubernetes; write replicas",
+            "spec.decode.scaling.mode: is External, which is for Kubernetes; write SLO, or "
+            "replicas",
         ),
         (
             {

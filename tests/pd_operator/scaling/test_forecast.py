@@ -15,6 +15,7 @@ from pd_operator.scaling.starting import UNKNOWN_S, Starts
 MANY = Chance(1000.0)
 FEW = Chance(1.0, variation=2.0)
 HORIZON_S = 240.0
+SAFE = 0.95
 
 
 def follow(
@@ -25,7 +26,7 @@ def follow(
     for look in range(6 * minutes):
         at = 10.0 * look
         course = course.add(at, demand(at), chance, HORIZON_S)
-        found = course.ahead(at, demand(at), chance, HORIZON_S)
+        found = course.ahead(at, demand(at), chance, HORIZON_S, SAFE)
     return course, found
 
 
@@ -62,7 +63,7 @@ def test_chance_is_no_slope_and_no_margin() -> None:
     demands = []
     for minute, value in enumerate(values):
         course = course.add(60.0 * minute, value, FEW, HORIZON_S)
-        demands.append(course.ahead(60.0 * minute, value, FEW, HORIZON_S).demand)
+        demands.append(course.ahead(60.0 * minute, value, FEW, HORIZON_S, SAFE).demand)
     late = sorted(demands[60:])
     assert late[len(late) // 2] == pytest.approx(55, rel=0.15)
     assert late[int(len(late) * 0.95)] < 95
@@ -70,7 +71,7 @@ def test_chance_is_no_slope_and_no_margin() -> None:
 
 def test_a_jump_is_a_new_level_at_once() -> None:
     course, _ = follow(lambda _: 50.0, 60)
-    found = course.ahead(3600.0, 150.0, MANY, HORIZON_S)
+    found = course.ahead(3600.0, 150.0, MANY, HORIZON_S, SAFE)
     assert (found.level, found.growth) == (150.0, 1.0)
 
 
@@ -85,6 +86,11 @@ def test_demand_that_often_doubles_is_learned() -> None:
 def test_one_jump_in_two_hours_is_no_habit() -> None:
     _, found = follow(lambda at: 200.0 if at > 4000 else 50.0, 120)
     assert found.margin < 1.05
+
+
+def test_no_burst_however_large_keeps_more_than_twice_the_workers() -> None:
+    _, found = follow(lambda at: 1000.0 if at // 600 % 2 else 50.0, 119)
+    assert 1.5 < found.margin <= 2.0
 
 
 def test_after_a_time_without_data_it_begins_anew() -> None:
@@ -105,7 +111,7 @@ def test_whatever_comes_it_is_finite_and_bounded(
     for after_s, demand in looks:
         at += after_s
         course = course.add(at, demand, chance, horizon_s)
-        found = course.ahead(at, demand, chance, horizon_s)
+        found = course.ahead(at, demand, chance, horizon_s, SAFE)
         assert math.isfinite(found.demand)
         assert found.demand >= 0
         assert found.growth >= 1

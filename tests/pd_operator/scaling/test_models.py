@@ -2,6 +2,8 @@
 from workers, from which it isn't, and how it fades."""
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -133,10 +135,23 @@ def test_what_users_see_corrects_the_model() -> None:
     """The p99 of TPOT is twice the mean step: the batch has to be smaller."""
     seen = observations(0, 5, tpot=sketch([0.045] * 100))
     busy = PoolSignals(workers=1, running=25, work=(steps(25),))
+    spec = replace(decode(), role=Role.COLOCATED)
     learned = Learned()
     for _ in range(200):
-        learned = learn(learned, decode(), seen, busy, POLL_S)
+        learned = learn(learned, spec, seen, busy, POLL_S)
     assert learned.spread == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize(("sigma", "low", "high"), [(1.0, 1.0, 1.4), (1.7, 2.2, 3.3)])
+def test_how_running_sequences_swing_is_learned(sigma: float, low: float, high: float) -> None:
+    """Independent ones swing by the root of their number, those that come in heaps more."""
+    chance, learned = random.Random(8), Learned()
+    for _ in range(1440):
+        running = chance.gauss(100, sigma * 10)
+        pool = PoolSignals(workers=4, running=running)
+        learned = learn(learned, decode(), observations(0, 5), pool, POLL_S)
+    assert learned.running == pytest.approx(100, rel=0.1)
+    assert low <= learned.dispersion <= high
 
 
 def test_kv_of_a_sequence_is_averaged() -> None:

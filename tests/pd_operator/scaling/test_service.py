@@ -75,7 +75,7 @@ def after(minutes: int, seen: dict[int, int], start: Feedback | None = None, **s
     for _ in range(12 * minutes):
         made = made.learn(
             seen, TARGET, said.get("hopeless", 0.0), said.get("settled", True),
-            said.get("spare", False), 5.0,
+            5.0,
         )  # fmt: skip
     return made.factor
 
@@ -87,7 +87,7 @@ def test_late_requests_raise_the_factor_and_not_beyond_a_bound() -> None:
 def test_it_goes_back_slowly_while_nobody_is_late() -> None:
     high = Feedback(1.3)
     assert after(1, dict(GOOD), high) == pytest.approx(1.296)
-    assert after(24 * 60, dict(GOOD), high) == 0.9
+    assert after(24 * 60, dict(GOOD), high) == 1.0
 
 
 @pytest.mark.parametrize("said", [{"settled": False}, {"hopeless": 0.1}])
@@ -96,13 +96,14 @@ def test_what_teaches_nothing(said: dict[str, bool]) -> None:
     assert after(5, dict(BAD), **said) <= 1.0
 
 
-def test_with_workers_to_spare_good_times_say_little() -> None:
-    assert after(5, dict(GOOD), spare=True) == 1.0
-    assert after(5, dict(GOOD), Feedback(0.95), spare=True) == 0.95
-    assert after(600, dict(GOOD), Feedback(1.5), spare=True) == 1.0
-    assert after(5, dict(BAD), spare=True) > 1.0
+def test_who_waited_for_this_pool_is_late_as_well() -> None:
+    made = Feedback()
+    for _ in range(12):
+        made = made.learn(GOOD, TARGET, 0.0, True, 5.0, waited=0.1)
+    assert made.late == pytest.approx(0.1)
+    assert made.factor > 1.1
 
 
 def test_no_samples_no_word() -> None:
     assert after(60, {}, Feedback(1.2)) == 1.2
-    assert Feedback().learn(BAD, None, 0.0, True, False, 5.0) == Feedback()
+    assert Feedback().learn(BAD, None, 0.0, True, 5.0) == Feedback()

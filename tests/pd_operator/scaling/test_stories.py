@@ -113,6 +113,49 @@ def test_chance_around_a_threshold_turns_it_once_in_ten_minutes_at_most(seed: in
     assert all(later - earlier >= 600 for earlier, later in itertools.pairwise(turns))
 
 
+def test_answers_that_get_longer_are_met_before_they_are_there() -> None:
+    """No more requests come, but their answers grow to four times the length within an hour."""
+    cluster = Cluster()
+    room = {"kv_tokens_each": 1e9, "max_running_each": 256}
+    cluster.steady(10, 900, output_tokens=200.0)
+    first = {role: cluster.size(role) for role in (P, D)}
+    for look in range(720):
+        output = 200.0 * (1 + 3 * look / 720)
+        signals = PoolSignals(workers=cluster.size(D), **room)
+        cluster.look(observations(0, 10, decode=signals, output_tokens=output))
+    numbers = cluster.last[D].numbers
+    assert numbers["demand"] == pytest.approx(10 * 800, rel=0.01)
+    assert cluster.size(D) > first[D]
+    assert cluster.size(P) == first[P]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_that_happen_to_run_are_no_demand(seed: int) -> None:
+    """A pool is sized for how many run on average, not for the most of a hundred looks."""
+    chance = random.Random(seed)
+    still, swinging = Cluster(), Cluster()
+    for _ in range(360):
+        for cluster, running in ((still, 60.0), (swinging, chance.gauss(60, math.sqrt(60)))):
+            signals = PoolSignals(
+                workers=cluster.size(D), running=running, kv_used_tokens=running * PROMPT_TOKENS,
+                kv_tokens_each=60_000, max_running_each=256,
+            )  # fmt: skip
+            cluster.look(observations(0, 5, decode=signals))
+    assert swinging.size(D) <= still.size(D) + 1
+
+
+def test_sequences_beyond_chance_count_at_once() -> None:
+    cluster = Cluster()
+    few, many = (
+        PoolSignals(workers=2, running=running, kv_tokens_each=1e6, max_running_each=256)
+        for running in (20.0, 200.0)
+    )
+    cluster.steady(5, 300, decode=few)
+    before = cluster.size(D)
+    cluster.look(observations(0, 5, decode=many))
+    assert cluster.size(D) > before
+
+
 def test_late_requests_add_workers_and_good_times_take_them_back() -> None:
     """The model says 4 are enough; a twentieth of all requests says they aren't."""
     cluster = Cluster()
@@ -129,6 +172,29 @@ def test_late_requests_add_workers_and_good_times_take_them_back() -> None:
         serving = PoolSignals(workers=cluster.size(P))
         cluster.look(observations(0, 25, prefill=serving, own_ttft=sketch([0.2] * 100)))
     assert cluster.size(P) <= usual
+
+
+def test_who_waits_for_decodes_room_adds_decode_workers_alone() -> None:
+    """TPOT is met and prefill is quick, but a twentieth waits too long for KV."""
+    cluster = Cluster([prefill(), decode(ttft=Target(99, 1.0))])
+    room = {"kv_tokens_each": 40_000, "max_running_each": 256}
+    fine = {"own_ttft": sketch([0.2] * 100), "tpot": sketch([0.012] * 100)}
+
+    def look(late: int) -> None:
+        signals = PoolSignals(
+            workers=cluster.size(D), running=60, kv_used_tokens=60 * PROMPT_TOKENS, **room
+        )
+        ttft = sketch([0.2] * (100 - late) + [9.0] * late)
+        cluster.look(observations(0, 20, decode=signals, ttft=ttft, **fine))
+
+    for _ in range(120):
+        look(0)
+    before = {role: cluster.size(role) for role in (P, D)}
+    for _ in range(120):
+        look(5)
+    assert cluster.last[D].numbers["late"] == pytest.approx(0.05)
+    assert cluster.size(D) > before[D]
+    assert cluster.size(P) == before[P]
 
 
 def test_late_for_want_of_workers_that_still_start_teaches_nothing() -> None:

@@ -37,7 +37,7 @@ def test_what_the_object_says() -> None:
     prefill, decode = spec.pools
     assert (prefill.minimum, prefill.maximum, prefill.replicas) == (1, 6, 1)
     assert (prefill.ttft, prefill.tpot) == (Target(99, 1.0), None)
-    assert (decode.ttft, decode.tpot) == (None, Target(90, 0.05))
+    assert (decode.ttft, decode.tpot) == (Target(99, 1.0), Target(90, 0.05))
     assert (prefill.window_s, decode.panic_window_s, decode.stabilization_s) == (120, 5, 300)
     assert (prefill.gpus_each, decode.gpus_each) == (0, 1)
     assert (spec.gpus, spec.ratio) == (8, Ratio(0.5, 2))
