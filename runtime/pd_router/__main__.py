@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import uvloop
 
 from pd_proto.tls import Certificates
+from pd_proto.tokens import Tokens
 from pd_router import settings as flags
 from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
@@ -60,7 +61,7 @@ async def _run(settings: Settings) -> None:
         closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model, promises=settings.promises)
         journal = Journal(metrics, await closing.enter_async_context(_spans(settings, metrics)))
-        workers = Workers(_workers_config(settings), _certificates(settings))
+        workers = Workers(_workers_config(settings), _certificates(settings), _tokens(settings))
         control_port = settings.control.port + (member.index if member else 0)
         await workers.start(settings.control.host, control_port)
         closing.push_async_callback(workers.close)
@@ -100,6 +101,10 @@ def _certificates(settings: Settings) -> Certificates | None:
     if settings.tls_dir is None or settings.tls_cluster is None:
         return None
     return Certificates(settings.tls_dir, settings.tls_cluster)
+
+
+def _tokens(settings: Settings) -> Tokens | None:
+    return None if settings.token_file is None else Tokens(settings.token_file)
 
 
 def _workers_config(settings: Settings) -> WorkersConfig:
@@ -197,7 +202,7 @@ async def _drain(app: RouterApp, timeout_s: float, hurry: asyncio.Event) -> None
 
 
 def main() -> None:
-    """Exit status 0 after a drain, 1 when a port or its certificates can't be had."""
+    """Exit status 0 after a drain, 1 when a port, its certificates or its token can't be had."""
     settings = flags.parse(sys.argv[1:])
     logging.basicConfig(
         level=settings.log_level.upper(),
