@@ -31,8 +31,9 @@ from pd_router.workers import Workers, WorkersConfig
 
 log = logging.getLogger("pd_router")
 
-# After start-up next to nothing dies young in cycles: collect rarely, never what is old.
-_GC_THRESHOLDS = (50_000, 20, 100)
+# After start-up next to nothing dies young in cycles but connections, some thirty objects each:
+# collect rarely, and what is old next to never.
+_GC_THRESHOLDS = (10_000, 20, 100)
 # So long nothing may have come before a draining router ends.
 _QUIET_S = 0.5
 # For answers that were failed at the end of a drain to reach their clients.
