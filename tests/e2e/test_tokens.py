@@ -80,9 +80,12 @@ class Asking:
             given = proof.given if proof else b""
             bind = pb.Bind(router="test", worker_epoch=self.epoch or "?", proof=given)
             await call.write(pb.WorkRequest(commands=[pb.Command(bind=bind)]))
-            if await call.read() is not grpc.aio.EOF:
-                return call
-            why = await call.details()
+            try:
+                if await call.read() is not grpc.aio.EOF:
+                    return call
+                why = await call.details()
+            except grpc.aio.AioRpcError as error:
+                why = error.details() or ""
             if "epoch is " not in why:
                 raise PermissionError(why)
             self.epoch = why.split("epoch is ")[1].split(",")[0]
