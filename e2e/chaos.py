@@ -266,11 +266,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
-    until = time.monotonic() + 60 * given.minutes
     name = os.environ.get("PDCLUSTER_E2E_CLUSTER", "chaos")
     with running(name) as site, scene(site, tiny_model_dir(), given.seed) as made:
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while not made.done or time.monotonic() - began < 60 * given.minutes:
             stir(made)
+        print(f"{(time.monotonic() - began) / 60:.1f} minutes of trouble", flush=True)
     outcome = made.load.outcome
     print(told(made, outcome), flush=True)
     alerts = made.watch.told(rules(TTFT_S, TPOT_S, 1 - PERCENTILE / 100), outcome.seen)
