@@ -71,12 +71,14 @@ class Stream(asyncio.Protocol):
         self._now = loop.time
         self._asked = self._heard = 0.0
         self._answer = Answer()
+        self._transport: asyncio.Transport | None = None
         self.first = asyncio.Event()
         self.over: asyncio.Future[None] = loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._asked = self._heard = self._now()
-        cast(asyncio.Transport, transport).write(self._ask.http())
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._ask.http())
 
     def data_received(self, data: bytes) -> None:
         now = self._now()
@@ -93,6 +95,10 @@ class Stream(asyncio.Protocol):
         self.first.set()
         if not self.over.done():
             self.over.set_result(None)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
 
     def judged(self, count: Count) -> Answer:
         """Once it is over, or is given up."""
@@ -137,4 +143,7 @@ class Crowd:
     async def ended(self, within_s: float, count: Count) -> list[Answer]:
         """How they ended; who hasn't by then is given up."""
         await asyncio.wait([stream.over for stream in self.streams], timeout=within_s)
-        return [stream.judged(count) for stream in self.streams]
+        found = [stream.judged(count) for stream in self.streams]
+        for stream in self.streams:
+            stream.close()
+        return found
