@@ -21,8 +21,8 @@ from typing import Any
 from bench.common import ROOT, Goals
 
 BENCHES = (
-    "engine", "identity", "interference", "kv", "kvquality", "operator", "policies", "router",
-    "scaling", "simfit", "soak", "speculation", "startup", "transfer", "turns",
+    "engine", "identity", "interference", "kv", "kvquality", "operator", "peers", "policies",
+    "router", "scaling", "simfit", "soak", "speculation", "startup", "transfer", "turns",
 )  # fmt: skip
 KEPT = ROOT / "bench" / "results.jsonl"
 RESULTS = ROOT / "bench" / "RESULTS.md"
@@ -94,6 +94,8 @@ def markdown(results: Iterable[Result], goals: Mapping[str, Goals]) -> str:
             verdict = {True: "met", False: "**missed**", None: ""}[met]
             shown = "not run" if value is None else f"{value:,g}"
             lines.append(f"| `{key}` | {shown} | {goal or ''} | {verdict} |")
+        if notes := result.get("notes"):
+            lines += ["", *(f"- {note}" for note in notes)]
     return "\n".join([*lines, ""])
 
 

@@ -70,10 +70,13 @@ def _text(cell: object) -> str:
     return str(cell)
 
 
-def report(name: str, metrics: Metrics, goals: Goals, quick: bool) -> None:
+def report(
+    name: str, metrics: Metrics, goals: Goals, quick: bool, notes: Sequence[str] = ()
+) -> None:
     """Prints the figures with their goals, then the JSON line, which must be the last.
 
-    The figures of a quick run are too few to be held against goals.
+    The figures of a quick run are too few to be held against goals. `notes`: what figures
+    alone don't say, a sentence each.
     """
     rows = []
     for key, figure in metrics.items():
@@ -83,7 +86,11 @@ def report(name: str, metrics: Metrics, goals: Goals, quick: bool) -> None:
         rows.append((key, figure, goal or "", verdict))
     print("\n" + table((name, "figure", "goal", ""), rows))
     rounded = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in metrics.items()}
-    print(json.dumps({"bench": name, "metrics": rounded, "context": context(quick)}), flush=True)
+    line: dict[str, object] = {"bench": name, "metrics": rounded, "context": context(quick)}
+    if notes:
+        print("\n".join(("", *notes)))
+        line["notes"] = list(notes)
+    print(json.dumps(line), flush=True)
 
 
 def context(quick: bool) -> dict[str, object]:

@@ -1,9 +1,11 @@
 """Trouble without end on the real cluster: `python -m e2e.chaos [--minutes 30] [--seed N]`.
 
 Eight strict streams run all the time. One kind of trouble after the other, chosen at random:
-pods are deleted, killed, stopped for a while, cut off from the others; the operator is killed;
-the API server and etcd are killed and started again. Between two of them the PDCluster gets
-ready. No token may be wrong, and no request fail, but where its own router was the victim.
+pods are deleted, killed, stopped for a while, cut off from the others; clocks are set, disks are
+slow or full (`trouble`); the operator is killed; the API server and etcd are killed and started
+again, or stand still most of the time, as behind a slow disk. Between two of them the PDCluster
+gets ready. No token may be wrong, and no request fail, but where its own router was the victim;
+and alerts about what was promised have to be true (`truth`; their times are shorter here).
 """
 
 import argparse
@@ -11,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +25,23 @@ from pathlib import Path
 import yaml
 
 from bench.common import table
-from e2e.cluster import cluster
+from e2e import trouble
+from e2e.cluster import claims, cluster
 from e2e.cluster.api import ApiError, Manifest, wait_for
 from e2e.load import Load, Outcome, questions
 from e2e.site import CLAIMED_MODEL, Site, document, is_ready, running
+from e2e.trouble import Troubled, with_trouble
+from e2e.watch import Watch, rules, shown, watching
+from tests.foreign import MONITORING
 from tests.tiny_model import tiny_model_dir
 
 NAME = "chaos"
+TTFT_S, TPOT_S, PERCENTILE = 5.0, 1.0, 95
 READY_S = 420.0
 """Also for a container that was killed often: the kubelet waits up to five minutes."""
 ROLES = ("prefill", "decode", "decode", "router")
 _FEW = 3  # answers behind each trouble, before the next
+_MANY = 16  # answers while something is wrong
 
 
 @dataclass
@@ -51,6 +60,8 @@ class Scene:
     namespace: str
     load: Load
     chance: random.Random
+    troubled: Troubled
+    watch: Watch
     done: Counter[str] = field(default_factory=Counter)
     excused: Counter[str] = field(default_factory=Counter)
 
@@ -116,6 +127,41 @@ def cut_off(scene: Scene, pod: Manifest) -> None:
         scene.site.enter("iptables", "-D", *rule)
 
 
+def set_clocks(scene: Scene, pod: Manifest) -> None:
+    """Of all pods of its role, and back again."""
+    by_s = scene.chance.choice((-86400 * 40, -3600, -61, 61, 3600, 86400 * 40))
+    with scene.troubled.wrong(_role(pod), clock_s=by_s):
+        scene.load.until_more(_FEW)
+
+
+def slow_disks(scene: Scene, pod: Manifest) -> None:
+    with scene.troubled.wrong(_role(pod), delay_s=scene.chance.uniform(0.02, 0.5)):
+        scene.load.until_more(_MANY)
+
+
+def full_disks(scene: Scene, pod: Manifest) -> None:
+    with scene.troubled.wrong(_role(pod), full=True):
+        scene.load.until_more(_MANY)
+
+
+def _role(pod: Manifest) -> str:
+    return str(pod["metadata"]["labels"]["pdcluster.dev/role"])
+
+
+def slow_etcd(scene: Scene, _: Manifest) -> None:
+    """It runs a quarter of the time, as who waits for a disk."""
+    until = time.monotonic() + scene.chance.uniform(5, 15)
+    pid = cluster.pid_of(scene.site.layout, "etcd")
+    try:
+        while time.monotonic() < until:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.3)
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def kill_operator(scene: Scene, _: Manifest) -> None:
     before = scene.site.operators()
     scene.site.kill_operator()
@@ -137,6 +183,10 @@ TROUBLES = (
     Trouble("a pod is killed", kill, excused=("router",)),
     Trouble("a pod stands still", pause, excused=("router",)),
     Trouble("a pod is cut off", cut_off, excused=("router",)),
+    Trouble("clocks are set", set_clocks),
+    Trouble("disks are slow", slow_disks),
+    Trouble("disks are full", full_disks),
+    Trouble("etcd is slow", slow_etcd, roles=("decode",)),
     Trouble("the operator is killed", kill_operator, roles=("decode",)),
     Trouble("etcd or API server are killed", restart_control_plane, roles=("decode",)),
 )
@@ -153,6 +203,7 @@ def stir(scene: Scene) -> None:
     trouble.do(scene, pod)
     wait_for(f"calm after: {name}", scene.settled, READY_S)
     scene.load.until_more(_FEW)
+    scene.watch.follow()
     scene.done[name] += 1
     if role in trouble.excused:
         new = scene.load.outcome.failed[failed:]
@@ -167,13 +218,37 @@ def stir(scene: Scene) -> None:
 @contextmanager
 def scene(site: Site, model: Path, seed: int) -> Iterator[Scene]:
     asked = questions(model)
-    with site.namespace(model) as namespace:
-        made = yaml.safe_dump(document(NAME, CLAIMED_MODEL))
+    troubled = Troubled(site.layout.folder / "trouble")
+    for kind in MONITORING:
+        site.api.apply(kind)
+    with site.namespace(model) as namespace, tempfile.TemporaryDirectory() as folder:
+        volume = claims.claim(site.api, namespace, trouble.CLAIM, troubled.folder)
+        made = yaml.safe_dump(troubled_document())
         site.kubectl("apply", "-n", namespace, "-f", "-", input=made)
         site.wait_ready(namespace, NAME)
         address = site.address(namespace, NAME)
-        with Load(site.layout.namespace_file, address, asked) as load:
-            yield Scene(site, namespace, load, random.Random(seed))
+        with (
+            watching(site, namespace, Path(folder)) as watch,
+            Load(site.layout.namespace_file, address, asked) as load,
+        ):
+            yield Scene(site, namespace, load, random.Random(seed), troubled, watch)
+    site.api.delete("v1", "PersistentVolume", volume)
+
+
+def troubled_document() -> Manifest:
+    """With KV on disk, so that disks matter."""
+    made = document(NAME, CLAIMED_MODEL)
+    spec = made["spec"]
+    for role in ("prefill", "decode"):
+        one = spec[role]
+        one["engine"]["retention"] = {"hostMemory": "8Mi", "disk": "64Mi"}
+        one["template"] = with_trouble(one["template"], "engine", role)
+    spec["router"]["template"] = with_trouble(spec["router"]["template"], "router", "router")
+    spec["slo"] = {
+        "ttft": {"percentile": PERCENTILE, "target": f"{TTFT_S:g}s"},
+        "tpot": {"percentile": PERCENTILE, "target": f"{TPOT_S:g}s"},
+    }
+    return made
 
 
 def told(of: Scene, outcome: Outcome) -> str:
@@ -191,16 +266,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
-    until = time.monotonic() + 60 * given.minutes
     name = os.environ.get("PDCLUSTER_E2E_CLUSTER", "chaos")
     with running(name) as site, scene(site, tiny_model_dir(), given.seed) as made:
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while not made.done or time.monotonic() - began < 60 * given.minutes:
             stir(made)
+        print(f"{(time.monotonic() - began) / 60:.1f} minutes of trouble", flush=True)
     outcome = made.load.outcome
     print(told(made, outcome), flush=True)
+    alerts = made.watch.told(rules(TTFT_S, TPOT_S, 1 - PERCENTILE / 100), outcome.seen)
+    print(shown(alerts), flush=True)
+    for name, (_, false, missing) in alerts.items():
+        for at in (*false[:3], *missing[:3]):
+            print(f"{name}: {'false' if at in false else 'missing'} at {at:.0f} s", file=sys.stderr)
     for line in (*outcome.wrong, *outcome.failed):
         print(line, file=sys.stderr)
-    return 1 if outcome.wrong or outcome.failed else 0
+    lies = any(false or missing for _, false, missing in alerts.values())
+    return 1 if outcome.wrong or outcome.failed or lies else 0
 
 
 if __name__ == "__main__":

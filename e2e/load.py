@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from e2e import network
+from e2e.truth import Seen
 from tests.client import Streamed, follow
 from tests.reference import Reference
 
@@ -54,6 +55,7 @@ class Outcome:
     right: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
 
 
 class Load:
@@ -120,6 +122,7 @@ class Load:
             result = Streamed()
             problem = await self._ask(question, result)
             with self._ended:
+                self.outcome.seen.append(_seen(result, problem))
                 if problem:
                     since = time.perf_counter() - result.sent
                     self.outcome.failed.append(
@@ -148,3 +151,11 @@ class Load:
         if result.error is not None:
             return f"{result.status} {result.error}"
         return "" if result.done else "the stream ended without [DONE]"
+
+
+def _seen(result: Streamed, problem: str) -> Seen:
+    """For alerts: an error is one that a router has answered, a 5xx."""
+    times = result.times
+    ttft_s = result.ttft_s if times else None
+    tpot_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+    return Seen(time.monotonic(), ttft_s, tpot_s, bool(problem) and result.status >= 500)

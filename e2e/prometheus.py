@@ -5,6 +5,7 @@ It asks pods through the API server, as whoever is outside of the cluster's netw
 can't wait for hours: in the rules all spans of time are `SPEED` times shorter.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,18 +52,39 @@ def watching(site: Site, namespace: str, folder: Path) -> Iterator[Prometheus]:
         for one in site.api.items(MONITORING, "PrometheusRule", namespace)
         for group in one["spec"]["groups"]
     ]
-    with running(folder, [_scrape(site, one) for one in monitors], groups) as found:
+    scrapes = [_scrape(site, one, folder) for one in monitors]
+    with running(folder, scrapes, groups) as found:
         yield found
 
 
-def _scrape(site: Site, monitor: Manifest) -> dict[str, Any]:
-    """What Prometheus' operator makes of a PodMonitor, for the pods that are there now (Debian's
+def follow(site: Site, namespace: str, folder: Path) -> None:
+    """The pods that are there now are what is scraped from now on."""
+    for one in site.api.items(MONITORING, "PodMonitor", namespace):
+        _write_targets(site, one, folder)
+
+
+def _scrape(site: Site, monitor: Manifest, folder: Path) -> dict[str, Any]:
+    """What Prometheus' operator makes of a PodMonitor, for the pods that are in its file (Debian's
     Prometheus finds none itself); by the API server's proxy, which knows them by name."""
-    namespace, spec = monitor["metadata"]["namespace"], monitor["spec"]
+    namespace = monitor["metadata"]["namespace"]
     proxy = {"apiGroups": [""], "resources": ["pods/proxy"], "verbs": ["get"]}
     kubeconfig = site.kube.service_account(namespace, "prometheus", rules=[proxy])
     user = yaml.safe_load(kubeconfig.read_text())
-    server = user["clusters"][0]["cluster"]["server"].removeprefix("https://")
+    file = _write_targets(site, monitor, folder)
+    return {
+        "job_name": monitor["metadata"]["name"],
+        "scheme": "https",
+        "tls_config": {"insecure_skip_verify": True},  # on loopback, and ours
+        "authorization": {"credentials": user["users"][0]["user"]["token"]},
+        "file_sd_configs": [{"files": [str(file)]}],
+    }
+
+
+def _write_targets(site: Site, monitor: Manifest, folder: Path) -> Path:
+    """Where the targets of a PodMonitor stand, at the API server's proxy."""
+    namespace, spec = monitor["metadata"]["namespace"], monitor["spec"]
+    admin = yaml.safe_load(site.kube.kubeconfig.read_text())
+    server = admin["clusters"][0]["cluster"]["server"].removeprefix("https://")
     selector = ",".join(f"{k}={v}" for k, v in spec["selector"]["matchLabels"].items())
     targets = [
         {"targets": [server], "labels": _labels(spec, pod, port, endpoint["path"])}
@@ -72,13 +94,10 @@ def _scrape(site: Site, monitor: Manifest) -> dict[str, Any]:
         for port in container.get("ports", ())
         if port["name"] == endpoint["port"]
     ]
-    return {
-        "job_name": monitor["metadata"]["name"],
-        "scheme": "https",
-        "tls_config": {"insecure_skip_verify": True},  # on loopback, and ours
-        "authorization": {"credentials": user["users"][0]["user"]["token"]},
-        "static_configs": targets,
-    }
+    file = folder / f"targets-{monitor['metadata']['name']}.json"
+    beside = file.with_suffix(".next")
+    beside.write_text(json.dumps(targets))
+    return beside.replace(file)
 
 
 def _labels(spec: Manifest, pod: Manifest, port: Manifest, path: str) -> dict[str, str]:

@@ -126,8 +126,17 @@ def test_each_version_of_a_marked_pin_counts():
     assert [str(v) for v in check_repo.pins(lock)["numpy"]] == ["2.4.6", "2.5.5"]
 
 
+FAULTS = 37
+"""That users of such systems have met."""
+
+
 def test_the_table_of_faults_names_tests_that_exist(root: Path):
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (root / "tests" / "README.md").read_text())
+    table = (root / "tests" / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| .* \|$", table, re.MULTILINE)
+    assert rows == [str(number) for number in range(1, FAULTS + 1)]
+    with_test = re.findall(r"^\| (\d+) \|.*`[\w./]+\.py(?:::\w+)?`", table, re.MULTILINE)
+    assert with_test == rows, "each fault has a test"
+    named = re.findall(r"`([\w./]+\.py)::(\w+)`", table)
     assert len(named) > 30
     for file, name in named:
         assert f"def {name}(" in (root / "tests" / file).read_text(), f"{file}::{name}"

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def ours(cores: Cores, model: Path, pairs: int = 1, apart: bool = False) -> Iter
     """Our router. `apart`: each worker in a process of its own, so that it can be killed."""
     http, control = free_ports(2)
     with contextlib.ExitStack() as closing:
-        router = _start(
+        router = start(
             closing, "ours", cores.router,
             [sys.executable, "-m", "pd_router", "--model=bench", "--router-name=bench",
              "--log-level=warning",  # as the peers
@@ -81,7 +81,7 @@ def ours(cores: Cores, model: Path, pairs: int = 1, apart: bool = False) -> Iter
             roles = [["prefill"], ["decode"]] if apart else [["prefill", "decode"]]
             commands = [[*common, *(f"--role={role}" for role in some)] for some in roles]
             site.pairs.append(_engines(closing, cores, "our-workers", commands))
-        _wait_ready(site, router)
+        wait_ready(site, router)
         yield site
 
 
@@ -100,9 +100,9 @@ def peer(
             commands = [[*common, p] for p in places] if apart else [[*common, *places]]
             started.append(_engines(closing, cores, f"{name}-engines", commands))
         command = _PEER_COMMANDS[name](python, port, prefill, decode)
-        router = _start(closing, name, cores.router, command)
+        router = start(closing, name, cores.router, command)
         site = Site(name, port, psutil.Process(router.pid), started)
-        _wait_ready(site, router)
+        wait_ready(site, router)
         yield site
 
 
@@ -133,7 +133,7 @@ def _engines(
     closing: contextlib.ExitStack, cores: Cores, name: str, commands: Sequence[Sequence[str]]
 ) -> list[subprocess.Popen[str]]:
     """Started, and serving."""
-    started = [_start(closing, name, cores.driver, command, waits=True) for command in commands]
+    started = [start(closing, name, cores.driver, command, waits=True) for command in commands]
     for process in started:
         assert process.stdout is not None
         if process.stdout.readline() != "serving\n":
@@ -141,12 +141,13 @@ def _engines(
     return started
 
 
-def _start(
+def start(
     closing: contextlib.ExitStack,
     name: str,
     cores: frozenset[int],
     command: Sequence[str],
     waits: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     OUT.mkdir(exist_ok=True)
     log = closing.enter_context((OUT / f"router-{name}.log").open("a"))
@@ -157,6 +158,7 @@ def _start(
         stdout=subprocess.PIPE if waits else log,
         stderr=log,
         text=True,
+        env=env,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     closing.callback(_end, process)
@@ -174,7 +176,7 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _wait_ready(site: Site, router: subprocess.Popen[str]) -> None:
+def wait_ready(site: Site, router: subprocess.Popen[str]) -> None:
     """Until a request is answered."""
     body = b'{"model":"bench","prompt":"a","max_tokens":1,"stream":true,"seed":1000}'
     ask = b"POST %b HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n" % PATH.encode()

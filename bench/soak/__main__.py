@@ -5,7 +5,7 @@ over kept connections, each answer held against transformers' `generate`, in par
 
 `--minutes` is one round through the parts, each for its share of it, on a PDCluster of its
 own; `--part` names the parts instead of all. What each part has found is kept in
-bench/out/soak.jsonl, and the last line adds all of it up; with `--requests` rounds follow
+bench/soak/runs.jsonl, and the last line adds all of it up; with `--requests` rounds follow
 each other until so many are kept. `failed` are errors instead of answers, with at least one
 pair of workers there at any moment. Memory and descriptors are those of each process, `up`
 itself too (see `watch`); blocks are counted when nobody asks any more.

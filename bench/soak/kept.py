@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.common import OUT, Metrics
+from bench.common import Metrics
 
-FILE = OUT / "soak.jsonl"
+FILE = Path(__file__).with_name("runs.jsonl")
 Found = dict[str, Any]
 """One part's run: `part`, `seconds`, counts, growths (None where nobody lived long enough)."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import urllib3
+import urllib3.exceptions
 import yaml
 from kubernetes import client, config
 
@@ -64,14 +64,18 @@ class Api:
         query: dict[str, str] | None = None,
         deadline_s: float = CALL_DEADLINE_S,
     ) -> Any:
-        """The answer's JSON (or text); ApiError for a status of 400 and more."""
+        """The answer's JSON (or text); ApiError for a status of 400 and more, OSError where
+        none comes."""
         headers: dict[str, str] = {"Accept": "application/json", "Content-Type": content_type}
         self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
         url = self._client.configuration.host + path
         if query:
             url += "?" + urlencode(query)
-        answer = self._client.call_api(method, url, headers, body, _request_timeout=deadline_s)
-        text = (answer.read() or b"").decode()
+        try:
+            answer = self._client.call_api(method, url, headers, body, _request_timeout=deadline_s)
+            text = (answer.read() or b"").decode()
+        except (client.ApiException, urllib3.exceptions.HTTPError) as error:
+            raise ConnectionError(f"{method} {path}: {error}") from error
         if answer.status >= 400:
             raise _error(answer.status, text)
         return json.loads(text) if text.startswith(("{", "[")) else text

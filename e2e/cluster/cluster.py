@@ -104,6 +104,14 @@ def down(layout: Layout) -> None:
         lock.unlink()
 
 
+def pid_of(layout: Layout, name: str) -> int:
+    """Of a process of the cluster that `up` started."""
+    state = State.read(layout)
+    if state is None:
+        raise ClusterError(f"cluster {layout.name!r} isn't up; run: make cluster-up")
+    return state.processes[name][0]
+
+
 def restart(layout: Layout, name: str) -> None:
     """Kills etcd or the API server, and starts it again as it was. Who starts them reaps them."""
     state = State.read(layout)

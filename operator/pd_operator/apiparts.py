@@ -34,11 +34,12 @@ from pd_operator.fields import (
 BUILTIN_MODELS = ("smollm2-135m-instruct",)
 OWN_VOLUMES = (
     "home", "tmp", "models", "source", "draft-models", "draft-source", "shm", "kv-store",
-    "api-keys", "peer-tls",
+    "api-keys", "peer-tls", "peer-token",
 )  # fmt: skip
 OWN_PATHS = (
     "/tmp", "/models", "/source", "/draft-models", "/draft-source", "/dev/shm", "/home/pdcluster",
     "/etc/pdcluster/api-keys", "/var/lib/pdcluster/kv", "/etc/pdcluster/tls",
+    "/etc/pdcluster/token",
 )  # fmt: skip
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:/-]*[A-Za-z0-9])?")

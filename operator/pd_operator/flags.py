@@ -91,6 +91,7 @@ def _settings(found: argparse.Namespace) -> Settings:
         host_paths=False,  # `restricted` pods can't mount them
         transports=("auto", "tcp", "nixl"),  # pods share no memory
         certificates=False,  # without a word that it may
+        tokens=False,
     )
     try:
         return rendering.parse(found.rendering, base)

@@ -81,6 +81,11 @@ class KubeBackend:
             made = await self._kube.apply(resource, _with_metadata(manifest, _preconditions(found)))
         self._informer.wrote(resource.kind, made)
 
+    async def provide(self, key: Key, manifest: Manifest) -> None:
+        del key
+        with suppress(apierrors.AlreadyExists):
+            await self._kube.create(BY_KIND[manifest["kind"]], manifest)
+
     async def scale(self, key: Key, ref: Ref, replicas: int) -> None:
         resource = BY_KIND[ref.kind]
         held = self._held(key, ref)

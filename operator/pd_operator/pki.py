@@ -32,6 +32,7 @@ _UNREADABLE = (
     x509.UnsupportedGeneralNameType,
 )
 """What reading nonsense may raise. Whoever may write Secrets can put any there."""
+_TOKEN_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,11 @@ class Known:
 
     facts: Authority
     pair: Pair
+
+
+def make_token() -> bytes:
+    """What a PDCluster's processes prove themselves by: random, and as text."""
+    return secrets.token_urlsafe(_TOKEN_BYTES).encode()
 
 
 def make_authority(now: datetime, life: timedelta) -> Pair:

@@ -44,7 +44,8 @@ class Settings:
     means everybody) to the API. `monitors`: PodMonitor and PrometheusRule are wanted, where
     their kinds are there, and neither is switched off by itself; `runbooks`: the URL of
     docs/runbooks, for alerts. `live_page` False: none, whatever objects say. `certificates`
-    False: no right to Secrets, so no authorities of PDClusters' own.
+    False: no right to read Secrets, so no authorities of PDClusters' own, and no token that is
+    followed by another. `tokens` False: none at all.
     """
 
     version: str = "0.1.0"
@@ -67,6 +68,7 @@ class Settings:
     runbooks: str = ""
     live_page: bool = True
     certificates: bool = True
+    tokens: bool = True
 
 
 def env(own: Mapping[str, str], template: Template) -> list[Manifest]:

@@ -5,7 +5,7 @@ import json
 import math
 
 from pd_core.identity import Part
-from pd_operator import podparts, tlsobjects
+from pd_operator import peertokens, podparts, tlsobjects
 from pd_operator.api import Cluster, Engine, Pool, Role
 from pd_operator.fields import canonical_quantity, quantity_bytes
 from pd_operator.manifests import CLUSTER_LABEL as CLUSTER_LABEL
@@ -50,11 +50,12 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
     draft = _draft_model(pool, image, settings)
     shm_volumes, shm_mounts = _shared_memory(pool)
     store_volumes, store_mounts = _kv_store(pool)
-    tls_volumes, tls_mounts = tlsobjects.volume(cluster, Part.WORKER)
+    peer_volumes, peer_mounts = _peers(cluster, Part.WORKER, settings)
     fields = {
         "command": list(settings.engine_command),
         "args": [
             *_engine_args(cluster, pool, model.path, pair_revision(cluster, settings)),
+            *_peer_flags(cluster, settings),
             *([f"--draft-model={draft.path}"] if draft.path else []),
         ],
         "env": podparts.env(_engine_env(pool), template),
@@ -67,7 +68,7 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         "livenessProbe": podparts.liveness("/livez", "health"),
         "volumeMounts": [
             *SCRATCH_MOUNTS, *model.mounts, *draft.mounts, *shm_mounts, *store_mounts,
-            *tls_mounts, *podparts.own_mounts(template),
+            *peer_mounts, *podparts.own_mounts(template),
         ],
         **_worker_resources(cluster, pool, settings),
     }  # fmt: skip
@@ -79,7 +80,7 @@ def worker_template(cluster: Cluster, role: Role, settings: Settings) -> Manifes
         (*model.init_containers, *draft.init_containers),
         [
             *SCRATCH_VOLUMES, *model.volumes, *draft.volumes, *shm_volumes, *store_volumes,
-            *tls_volumes,
+            *peer_volumes,
         ],
         _drain_grace_s(cluster),
     )  # fmt: skip
@@ -138,7 +139,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
     """A router's pod."""
     template = cluster.router.template
     keys, key_mounts = _api_keys(cluster.router.api_keys)
-    tls_volumes, tls_mounts = tlsobjects.volume(cluster, Part.ROUTER)
+    peer_volumes, peer_mounts = _peers(cluster, Part.ROUTER, settings)
     processes = cluster.router.processes
     image = template.image or settings.router_image
     fields = {
@@ -155,7 +156,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
             *cluster.router.flags,
             *([f"--api-keys={API_KEYS_PATH}"] if keys else []),
             *([] if settings.live_page else [NO_LIVE_PAGE]),
-            *tlsobjects.flags(cluster),
+            *_peer_flags(cluster, settings),
         ],
         "env": podparts.env({HTTP_BIND_ENV: f"$(POD_IP):{HTTP_PORT}"}, template),
         "ports": podparts.container_ports(ROUTER_PORTS),
@@ -168,7 +169,7 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         "livenessProbe": podparts.liveness("/health", "admin", podparts.PATIENT_FAILURES),
         "lifecycle": {"preStop": {"sleep": {"seconds": ROUTER_PRESTOP_S}}},
         "volumeMounts": [
-            *SCRATCH_MOUNTS, *key_mounts, *tls_mounts, *podparts.own_mounts(template)
+            *SCRATCH_MOUNTS, *key_mounts, *peer_mounts, *podparts.own_mounts(template)
         ],
         **podparts.resources(template.requests, template.limits),
     }  # fmt: skip
@@ -178,11 +179,26 @@ def router_template(cluster: Cluster, settings: Settings) -> Manifest:
         template,
         [podparts.container(ROUTER, image, template, fields)],
         (),
-        [*SCRATCH_VOLUMES, *keys, *tls_volumes],
+        [*SCRATCH_VOLUMES, *keys, *peer_volumes],
         ROUTER_PRESTOP_S + _drain_grace_s(cluster),
     )
     made["spec"]["topologySpreadConstraints"] = [podparts.spread(component(cluster, ROUTER))]
     return made
+
+
+def _peers(
+    cluster: Cluster, part: Part, settings: Settings
+) -> tuple[list[Manifest], list[Manifest]]:
+    """Volumes and mounts of what a process shows and proves to its peers."""
+    volumes, mounts = tlsobjects.volume(cluster, part)
+    if settings.tokens:
+        volume, mount = peertokens.volume(cluster)
+        volumes, mounts = [*volumes, volume], [*mounts, mount]
+    return volumes, mounts
+
+
+def _peer_flags(cluster: Cluster, settings: Settings) -> list[str]:
+    return [*tlsobjects.flags(cluster), *(peertokens.flags() if settings.tokens else ())]
 
 
 def _api_keys(secret: str) -> tuple[list[Manifest], list[Manifest]]:
@@ -237,8 +253,7 @@ def _engine_args(cluster: Cluster, pool: Pool, model_path: str, revision: str) -
         flags["kv-cache-fraction"] = f"{engine.kv_cache_fraction:g}"
     if engine.draft_tokens is not None:
         flags["draft-tokens"] = engine.draft_tokens
-    made = [f"--{name}={value}" for name, value in (flags | _retention(engine)).items()]
-    return [*made, *tlsobjects.flags(cluster)]
+    return [f"--{name}={value}" for name, value in (flags | _retention(engine)).items()]
 
 
 def _retention(engine: Engine) -> dict[str, object]:

@@ -28,6 +28,8 @@ from pd_operator.keys import Key
 from pd_operator.measured import Samples
 from pd_operator.notices import Notice
 from pd_operator.observed import Observed, Ref, observe
+from pd_operator.peertokens import TokenTerms
+from pd_operator.pki import make_token
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.replicas import Standing
 from pd_operator.scaler import Scaler
@@ -36,6 +38,7 @@ from pd_operator.scaling.explaining import Told, line, told
 from pd_operator.scaling.spec import is_scaled
 from pd_operator.scaling.types import Decision, Hold, Scale
 from pd_operator.teller import Teller
+from pd_operator.tokening import Tokened, Tokener
 
 log = logging.getLogger("pd_operator.reconcile")
 
@@ -102,6 +105,10 @@ class Backend(Protocol):
     async def observe(self, key: Key) -> World: ...
 
     async def apply(self, key: Key, manifest: Manifest) -> None: ...
+
+    async def provide(self, key: Key, manifest: Manifest) -> None:
+        """Creates what isn't there, and reads nothing."""
+        ...
 
     async def scale(self, key: Key, ref: Ref, replicas: int) -> None: ...
 
@@ -202,6 +209,7 @@ class Reconciler:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         scaler: Scaler[Key] | None = None,
         certifier: Certifier | None = None,
+        token_terms: TokenTerms | None = None,
         teller: Teller | None = None,
     ) -> None:
         self._backend = backend
@@ -212,6 +220,7 @@ class Reconciler:
         self._clock = clock
         self._scaler = scaler or Scaler()
         self._certifier = certifier or Certifier()
+        self._tokener = Tokener(settings, token_terms or TokenTerms(), make_token)
         self._teller = teller
         self._written_at: dict[Key, datetime] = {}
         self._calm: dict[Key, _Calm] = {}
@@ -231,6 +240,7 @@ class Reconciler:
         if self._teller is not None:
             self._teller.forget(key)
         self._certifier.forget(key)
+        self._tokener.forget(key)
 
     async def reconcile(self, key: Key) -> float | None:
         """Seconds until the next look without an event; None when the object is gone."""
@@ -266,8 +276,14 @@ class Reconciler:
             seen = observe((await self._backend.observe(key)).children)
         seen, certified, lacking = await self._certify(key, cluster, seen)
         wanted = pins.keep(self._render(cluster, sizes.replicas), cluster, seen)
+        wanted, tokened = self._tokened(key, cluster, sizes.replicas, wanted, seen)
         if certified.secrets:
             wanted = replace(wanted, surroundings=(*certified.secrets, *wanted.surroundings))
+        if tokened.provide is not None:
+            refused = await self._perform_all(key, [tokened.provide])
+            lacking += refused
+            if not refused:
+                self._tokener.provided(key, self._clock())
         wanted = _available(wanted, world.absent)
         done = await self._carry_out(key, wanted, seen)
         unsaid_s = await self._write_pools(key, cluster, done, sizes)
@@ -282,7 +298,8 @@ class Reconciler:
         obstacles = [*lacking, *done.obstacles, *not_issued]
         new = conflicts.with_obstacles(new, obstacles, previous, now)
         await self._write_status(key, document, new)
-        due_s = max(SOON_S, certified.due_s(self._clock()))
+        now_due = self._clock()
+        due_s = max(SOON_S, min(certified.due_s(now_due), tokened.due_s(now_due)))
         look_s = self._look_again_s(cluster, done, measured)
         again_s = min(look_s, RETRY_S if lacking else due_s)
         lasts_s = MISSING_S if len(done.seen.missing) > len(lost) else RESYNC_S
@@ -320,12 +337,35 @@ class Reconciler:
             seen = observe((await self._backend.observe(key)).children)
         return seen, self._certifier.certify(key, cluster, seen.objects, now), lacking
 
-    def _render(self, cluster: Cluster, sizes: Mapping[Role, int]) -> Desired:
+    def _tokened(
+        self,
+        key: Key,
+        cluster: Cluster,
+        sizes: Mapping[Role, int],
+        wanted: Desired,
+        seen: Observed,
+    ) -> tuple[Desired, Tokened]:
+        """What is wanted, with the token's Secret; and what else is to be done about it."""
+        with_token = self._tokener.wants(wanted)
+        if with_token != self._settings.tokens:
+            settings = replace(self._settings, tokens=with_token)
+            other = self._render(cluster, sizes, settings)
+            wanted = replace(wanted, surroundings=other.surroundings)
+        tokened = self._tokener.look(key, cluster, wanted, seen, self._clock())
+        if tokened.secret is not None:
+            wanted = replace(wanted, surroundings=(tokened.secret, *wanted.surroundings))
+        return wanted, tokened
+
+    def _render(
+        self, cluster: Cluster, sizes: Mapping[Role, int], settings: Settings | None = None
+    ) -> Desired:
         """Most looks come a few at a time, at the same version of an object."""
-        key = (cluster.uid, cluster.generation, cluster.upgrade, *sorted(sizes.items()))
+        settings = settings or self._settings
+        tokens = settings.tokens
+        key = (cluster.uid, cluster.generation, cluster.upgrade, tokens, *sorted(sizes.items()))
         found = self._rendered.pop(key, None)
         if found is None:
-            found = desired.render(cluster, sizes, self._settings)
+            found = desired.render(cluster, sizes, settings)
         if cluster.uid:
             self._rendered[key] = found
             if len(self._rendered) > RENDERED:
@@ -458,6 +498,8 @@ class Reconciler:
 
     async def _perform(self, key: Key, operation: rollout.Operation) -> None:
         match operation:
+            case rollout.Provide(manifest):
+                await self._backend.provide(key, manifest)
             case rollout.Apply(manifest):
                 await self._backend.apply(key, manifest)
             case rollout.Scale(ref, replicas):
@@ -548,6 +590,8 @@ def _available(wanted: Desired, absent: frozenset[str]) -> Desired:
 def describe(operation: rollout.Operation) -> str:
     """An operation in a few words, for logs and terminals."""
     match operation:
+        case rollout.Provide(manifest):
+            return f"create {manifest['kind']} {manifest['metadata']['name']} if it isn't there"
         case rollout.Apply(manifest):
             return f"apply {manifest['kind']} {manifest['metadata']['name']}"
         case rollout.Scale(ref, replicas):

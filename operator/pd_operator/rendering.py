@@ -4,7 +4,7 @@
                          "monitors": [PEER]},
      "monitors": {"enabled": true, "podMonitor": true, "rules": true, "labels": {…},
                   "runbooks": URL},
-     "certificates": {"enabled": true}, "rdmaResource": "rdma/ib"}
+     "certificates": {"enabled": true}, "peerTokens": {"enabled": true}, "rdmaResource": "rdma/ib"}
 
 A PEER is {"namespaceLabels": {…}, "podLabels": {…}}: pods that NetworkPolicies let in.
 """
@@ -31,6 +31,7 @@ def parse(text: str, base: Settings) -> Settings:
     node = Node(document, "", errors)
     policies, monitors = node.child_or_empty("networkPolicies"), node.child_or_empty("monitors")
     certificates = node.child_or_empty("certificates")
+    tokens = node.child_or_empty("peerTokens")
     made = replace(
         base,
         network_policies=_switch(policies, "enabled", base.network_policies),
@@ -43,9 +44,10 @@ def parse(text: str, base: Settings) -> Settings:
         rules=_switch(monitors, "rules", base.rules),
         runbooks=_text(monitors, "runbooks"),
         certificates=_switch(certificates, "enabled", base.certificates),
+        tokens=_switch(tokens, "enabled", base.tokens),
         rdma_resource=_text(node, "rdmaResource") or base.rdma_resource,
     )
-    for one in (policies, monitors, certificates, node):
+    for one in (policies, monitors, certificates, tokens, node):
         one.close()
     if errors:
         raise InvalidRendering("\n".join(str(error) for error in errors))

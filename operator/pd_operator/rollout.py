@@ -51,7 +51,18 @@ class Delete:
     ref: Ref
 
 
-Operation = Apply | Scale | Delete
+@dataclass(frozen=True, slots=True)
+class Provide:
+    """Create an object where there is none of that name. What is there isn't read."""
+
+    manifest: Manifest
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self.manifest["kind"], self.manifest["metadata"]["name"])
+
+
+Operation = Apply | Provide | Scale | Delete
 
 
 @dataclass(frozen=True, slots=True)

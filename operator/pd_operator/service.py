@@ -26,6 +26,7 @@ from pd_operator.leadership import Terms
 from pd_operator.lease import CLUSTER_WIDE, NAMESPACED, Lease, LeaseLost, NotHeld
 from pd_operator.metrics import Metrics
 from pd_operator.notices import Notice
+from pd_operator.peertokens import TokenTerms
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.queue import Again, Queue
 from pd_operator.reconcile import RESYNC_S, Listener, Pace, Reconciler
@@ -62,6 +63,7 @@ class Options:
     pace: Pace = field(default_factory=Pace)
     handover_s: float = HANDOVER_S
     certificate_terms: tlsplan.Terms = field(default_factory=tlsplan.Terms)
+    token_terms: TokenTerms = field(default_factory=TokenTerms)
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     record_scaling: str = ""  # a file, for `pdcluster explain --replay`
 
@@ -114,6 +116,7 @@ class Operator(Listener):
             read_samples=self._scraper.read,
             scaler=_scaler(options),
             certifier=self._certifier,
+            token_terms=options.token_terms,
             teller=self._teller,
             clock=options.clock,
         )

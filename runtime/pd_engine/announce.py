@@ -15,15 +15,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from pd_core.identity import Part
+from pd_core.proof import Purpose
 from pd_engine.core import EngineCore
 from pd_engine.health import Health
 from pd_engine.types import PrefixChanges
 from pd_proto import tls
+from pd_proto.tokens import Proof, Tokens
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -114,12 +117,14 @@ class Announcer:
         bundle: pb.TokenizerBundle,
         routers: Sequence[str],
         certificates: tls.Certificates | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self._core = core
         self._health = health
         self._hello = hello
         self._bundle = bundle
         self._certificates = certificates
+        self._tokens = tokens
         split = (router.rpartition(":") for router in routers)
         self._routers = [(host, int(port)) for host, _, port in split]
         self._streams: dict[str, asyncio.Task[None]] = {}
@@ -192,9 +197,8 @@ class Announcer:
 
     async def _announce(self, address: str, channel: grpc.aio.Channel) -> None:
         call = engine_pb2_grpc.ControlStub(channel).Announce()
-        await call.write(pb.WorkerReport(hello=self._hello))
         async with asyncio.timeout(_WELCOME_DEADLINE_S):
-            notice = await call.read()
+            notice, proof = await self._say_hello(call)
         if notice is grpc.aio.EOF:
             raise TimeoutError("the router ended the stream without a Welcome")
         if notice.HasField("refusal"):
@@ -202,6 +206,8 @@ class Announcer:
             raise TimeoutError(notice.refusal.reason)
         if not notice.HasField("welcome"):
             raise TimeoutError("the router's first notice is not a Welcome")
+        if proof is not None and (why := proof.stranger(notice.welcome.confirmation)):
+            raise TimeoutError(f"not announced: {why}")
         log.info("router=%s announced", address)
         self._ports[_host(address)] = tuple(notice.welcome.control_ports)
         self._health.registered = True
@@ -216,6 +222,19 @@ class Announcer:
             del self._welcomed[address]
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
+
+    async def _say_hello(self, call: grpc.aio.StreamStreamCall) -> tuple[Any, Proof | None]:
+        """What the router says to it, and the proof that it is to confirm."""
+        proof = await self._tokens.answer(Purpose.ANNOUNCE, call) if self._tokens else None
+        if isinstance(proof, str):
+            raise TimeoutError(f"not announced: {proof}")
+        hello = self._hello
+        if proof is not None:
+            hello = pb.Hello()
+            hello.CopyFrom(self._hello)
+            hello.proof = proof.given
+        await call.write(pb.WorkerReport(hello=hello))
+        return await call.read(), proof
 
     async def _serve_notices(self, call: grpc.aio.StreamStreamCall, writing: asyncio.Lock) -> None:
         # grpc.aio takes either reads or iteration on a call, and the Welcome was read.

@@ -36,6 +36,7 @@ from pd_engine.settings import Settings
 from pd_engine.speculate import Drafter, ModelGuesses, PromptLookup
 from pd_engine.transfer import ImportLimits
 from pd_proto.tls import Certificates
+from pd_proto.tokens import Tokens
 from pd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger("pd_engine.assembly")
@@ -59,6 +60,7 @@ class Loaded:
     guides: Guides | None  # None: the tokenizer is of a kind that no grammar goes with
     stores: Stores  # for KV beyond the pool
     certificates: Certificates | None = None  # None: it speaks to its peers without TLS
+    tokens: Tokens | None = None  # None: nobody has to prove anything
 
 
 def load(settings: Settings, progress: Progress = unheard) -> Loaded:
@@ -67,6 +69,7 @@ def load(settings: Settings, progress: Progress = unheard) -> Loaded:
     certificates = None
     if settings.tls_dir is not None and settings.tls_cluster is not None:
         certificates = Certificates(settings.tls_dir, settings.tls_cluster)
+    tokens = None if settings.token_file is None else Tokens(settings.token_file)
     shared: list[SharedMemory] = []
 
     def pool_memory(size: int) -> mmap.mmap:
@@ -100,7 +103,7 @@ def load(settings: Settings, progress: Progress = unheard) -> Loaded:
     bundle = make_bundle(settings.model)
     guides, stores = _guides(bundle, runner), _stores(settings, runner.layout)
     pool = shared[0] if shared else None
-    return Loaded(runner, pool, bundle, guides, stores, certificates)
+    return Loaded(runner, pool, bundle, guides, stores, certificates, tokens)
 
 
 def _drafter(runner: Runner) -> Callable[[list[int]], Drafter]:
@@ -254,6 +257,7 @@ class Worker:
             kv_settings(settings),
             pool_fd=self._loaded.pool.fd if self._loaded.pool is not None else None,
             certificates=self._loaded.certificates,
+            tokens=self._loaded.tokens,
         )
         self.core.kv_address = await plane.start(settings.host, settings.kv_port)
         self.core.plane = plane
@@ -263,6 +267,7 @@ class Worker:
             settings.host,
             settings.work_port,
             self._loaded.certificates,
+            self._loaded.tokens,
         )
         health.core = self.core
         self._announcer = Announcer(
@@ -272,6 +277,7 @@ class Worker:
             self._loaded.bundle,
             settings.routers,
             self._loaded.certificates,
+            self._loaded.tokens,
         )
         self._announcing = asyncio.create_task(self._announcer.run())
 

@@ -9,9 +9,11 @@ import grpc
 import grpc.aio
 
 from pd_core.identity import Part
+from pd_core.proof import Purpose
 from pd_engine.core import EngineCore
 from pd_engine.outbox import Outbox
 from pd_proto import tls
+from pd_proto.tokens import Tokens, admit, challenge
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 
@@ -36,19 +38,28 @@ class WorkerService(engine_pb2_grpc.WorkerServicer):
     """`Work`: Bind first, then commands in and events out until either side ends it."""
 
     def __init__(
-        self, core: EngineCore, epoch: str, certificates: tls.Certificates | None = None
+        self,
+        core: EngineCore,
+        epoch: str,
+        certificates: tls.Certificates | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self._core = core
         self._epoch = epoch
         self._certificates = certificates
+        self._tokens = tokens
 
     async def Work(self, request_iterator: AsyncIterator[pb.WorkRequest], context: Any) -> None:
         if self._certificates is not None:
             await self._certificates.admit(context, Part.ROUTER)
         iterator = aiter(request_iterator)
-        rest = await self._bind(iterator, context)
+        asked = await challenge(self._tokens, context)
+        bind, rest = await self._first(iterator, context)
+        confirmation = await admit(self._tokens, Purpose.WORK, asked, bind.proof, context)
+        await self._meant(bind, context)
         number, outbox = self._core.open_stream()
-        outbox.put(pb.Event(bound=pb.Bound(worker_epoch=self._epoch)))
+        bound = pb.Bound(worker_epoch=self._epoch, confirmation=confirmation)
+        outbox.put(pb.Event(bound=bound))
         outbox.flush()
         reader = asyncio.create_task(self._read(iterator, rest, number, outbox))
         try:
@@ -60,10 +71,10 @@ class WorkerService(engine_pb2_grpc.WorkerServicer):
             reader.cancel()
             self._core.close_stream(number)
 
-    async def _bind(
+    async def _first(
         self, iterator: AsyncIterator[pb.WorkRequest], context: Any
-    ) -> list[pb.Command]:
-        """Checks that the router means this process; returns what came with the Bind."""
+    ) -> tuple[pb.Bind, list[pb.Command]]:
+        """The Bind, and what came with it."""
         try:
             async with asyncio.timeout(_BIND_DEADLINE_S):
                 message = await anext(iterator, None)
@@ -72,14 +83,17 @@ class WorkerService(engine_pb2_grpc.WorkerServicer):
         commands = list(message.commands) if message is not None else []
         if not commands or commands[0].WhichOneof("command") != "bind":
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "Bind must come first")
-        wanted = commands[0].bind.worker_epoch
+        return commands[0].bind, commands[1:]
+
+    async def _meant(self, bind: pb.Bind, context: Any) -> None:
+        """Ends the call of a router that means another process."""
+        wanted = bind.worker_epoch
         if wanted != self._epoch:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"this worker's epoch is {self._epoch}, not {wanted}: it restarted",
             )
-        log.info("bound router=%s", commands[0].bind.router)
-        return commands[1:]
+        log.info("bound router=%s", bind.router)
 
     async def _read(
         self,
@@ -110,10 +124,12 @@ async def serve(
     host: str,
     port: int,
     certificates: tls.Certificates | None = None,
+    tokens: Tokens | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """Starts the Worker service; returns it with the port it got. OSError when it is taken."""
     server = grpc.aio.server(options=_OPTIONS)
-    engine_pb2_grpc.add_WorkerServicer_to_server(WorkerService(core, epoch, certificates), server)
+    service = WorkerService(core, epoch, certificates, tokens)
+    engine_pb2_grpc.add_WorkerServicer_to_server(service, server)
     bound = tls.listen(certificates, server, f"{host}:{port}")
     await server.start()
     return server, bound

@@ -55,6 +55,7 @@ class Settings:
     kv_idle_share: float = 1.0
     tls_dir: Path | None = None
     tls_cluster: Identity | None = None
+    token_file: Path | None = None
     log_steps: bool = False
     draft_model: str = ""
 
@@ -231,6 +232,11 @@ def parse(argv: Sequence[str]) -> Settings:
         type=_cluster,
         metavar="NAMESPACE/NAME",
         help="the PDCluster whose routers and workers are let in",
+    )
+    p.add_argument(
+        "--token-file",
+        type=Path,
+        help="a token a line: the first is proven to all peers, any is taken from them",
     )
     p.add_argument(
         "--log-steps",

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import uvloop
 
 from pd_proto.tls import Certificates
+from pd_proto.tokens import Tokens
 from pd_router import settings as flags
 from pd_router.admin import AdminApp
 from pd_router.admission import Admission, AdmissionConfig
@@ -30,8 +31,9 @@ from pd_router.workers import Workers, WorkersConfig
 
 log = logging.getLogger("pd_router")
 
-# After start-up next to nothing dies young in cycles: collect rarely, never what is old.
-_GC_THRESHOLDS = (50_000, 20, 100)
+# After start-up next to nothing dies young in cycles but connections, some thirty objects each:
+# collect rarely, and what is old next to never.
+_GC_THRESHOLDS = (10_000, 20, 100)
 # So long nothing may have come before a draining router ends.
 _QUIET_S = 0.5
 # For answers that were failed at the end of a drain to reach their clients.
@@ -60,7 +62,7 @@ async def _run(settings: Settings) -> None:
         closing.callback(_close, admin_sockets)
         metrics = Metrics(settings.model, promises=settings.promises)
         journal = Journal(metrics, await closing.enter_async_context(_spans(settings, metrics)))
-        workers = Workers(_workers_config(settings), _certificates(settings))
+        workers = Workers(_workers_config(settings), _certificates(settings), _tokens(settings))
         if member is None or member.index == 0:  # all processes of a router see the same workers
             workers.on_lost(metrics.worker_lost)
         control_port = settings.control.port + (member.index if member else 0)
@@ -102,6 +104,10 @@ def _certificates(settings: Settings) -> Certificates | None:
     if settings.tls_dir is None or settings.tls_cluster is None:
         return None
     return Certificates(settings.tls_dir, settings.tls_cluster)
+
+
+def _tokens(settings: Settings) -> Tokens | None:
+    return None if settings.token_file is None else Tokens(settings.token_file)
 
 
 def _workers_config(settings: Settings) -> WorkersConfig:
@@ -199,7 +205,7 @@ async def _drain(app: RouterApp, timeout_s: float, hurry: asyncio.Event) -> None
 
 
 def main() -> None:
-    """Exit status 0 after a drain, 1 when a port or its certificates can't be had."""
+    """Exit status 0 after a drain, 1 when a port, its certificates or its token can't be had."""
     settings = flags.parse(sys.argv[1:])
     logging.basicConfig(
         level=settings.log_level.upper(),

@@ -20,7 +20,9 @@ import grpc.aio
 
 from pd_core.failures import Failure, FailureKind
 from pd_core.identity import Part
+from pd_core.proof import Purpose
 from pd_proto import tls
+from pd_proto.tokens import Tokens
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import wire
@@ -89,6 +91,7 @@ class Link:
         router: RouterIdentity,
         callbacks: LinkCallbacks,
         certificates: tls.Certificates | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         self.worker = worker
         self.address = address
@@ -96,6 +99,7 @@ class Link:
         self._router = router
         self._callbacks = callbacks
         self._certificates = certificates
+        self._tokens = tokens
         self._handlers: dict[int, Handler] = {}
         self._pending: deque[pb.Command] = deque()
         self._wake = asyncio.Event()
@@ -200,10 +204,14 @@ class Link:
                 call.cancel()
 
     async def _bind(self, call: Any) -> str | None:
+        proof = await self._tokens.answer(Purpose.WORK, call) if self._tokens else None
+        if isinstance(proof, str):
+            return proof
         bind = pb.Bind(
             router=self._router.name,
             router_epoch=self._router.epoch,
             worker_epoch=self.worker.epoch,
+            proof=proof.given if proof is not None else b"",
         )
         await call.write(pb.WorkRequest(commands=[pb.Command(bind=bind)]))
         reply = await call.read()
@@ -211,7 +219,10 @@ class Link:
             return f"{await call.code()}: {await call.details()}"
         if not reply.events or reply.events[0].WhichOneof("event") != "bound":
             return "the first event is not Bound"
-        epoch = reply.events[0].bound.worker_epoch
+        bound = reply.events[0].bound
+        if proof is not None and (why := proof.stranger(bound.confirmation)):
+            return why
+        epoch = bound.worker_epoch
         if epoch != self.worker.epoch:
             return f"epoch {epoch} answers at {self.address}, not {self.worker.epoch}"
         return None

@@ -9,7 +9,8 @@ from pd_router.errors import ApiError, invalid, unsupported
 from pd_router.messages import ChatMessage, Tool
 from pd_router.openai import MOST_TOKENS, Ask
 from pd_router.structured import BadForm, Form, check, checker
-from pd_router.text import TemplateFailed, TextStack
+from pd_router.templates import TemplateFailed
+from pd_router.text import TextStack
 from pd_router.types import Limits, Sampling
 
 _HEAD_CHARS_A_TOKEN = 16

@@ -74,6 +74,7 @@ class Settings:
     trace_ratio: float = 1.0
     tls_dir: Path | None = None
     tls_cluster: Identity | None = None
+    token_file: Path | None = None
 
 
 def parse(arguments: Sequence[str]) -> Settings:
@@ -126,6 +127,8 @@ def parse(arguments: Sequence[str]) -> Settings:
         help="with ca.crt, tls.crt and tls.key: TLS to and from all workers")  # fmt: skip
     add("--tls-cluster", type=_cluster, metavar="NAMESPACE/NAME",
         help="the PDCluster whose workers are let in")  # fmt: skip
+    add("--token-file", type=Path, metavar="FILE",
+        help="a token a line: the first is proven to workers, any is taken from them")  # fmt: skip
     given = vars(parser.parse_args(arguments))
     names = ("policy", "disaggregate", "session_kv_limit", "link")
     after, share = given.pop("hedge"), given.pop("hedge_share")

@@ -5,21 +5,14 @@ import codecs
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from functools import partial
 from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 import msgspec
 from tokenizers import Tokenizer
 
 from pd_router import toolcalls
+from pd_router.templates import ChatTemplate, TemplateFailed
 from pd_router.types import Bundle
 
 # Below this many characters encoding takes less than a thread's round trip is worth.
@@ -27,76 +20,6 @@ INLINE_CHARS = 2048
 # A character has at most four bytes: after so many tokens it isn't one that will come.
 _MAX_INCOMPLETE = 16
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-class TemplateFailed(ValueError):
-    """The chat template refused the messages; the text is the template's own."""
-
-
-# ---- chat templates, rendered as transformers' apply_chat_template does ------------------
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text for training; here it changes nothing."""
-
-    def __init__(self, environment: jinja2.Environment) -> None:
-        super().__init__(environment)
-        self.tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_render")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _render(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own escapes HTML, which is wrong in a prompt."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def compile_template(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
-
-
-def _variables(source: str) -> set[str]:
-    """What a template reads of what it is given."""
-    return jinja2.meta.find_undeclared_variables(_environment().parse(source))
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 # ---- tokens to text ---------------------------------------------------------------------
@@ -285,9 +208,9 @@ class TextStack:
         self._tokenizer.no_padding()
         self.vocab_size = max(bundle.vocab_size, self._tokenizer.get_vocab_size())
         self._special: Mapping[str, str] = dict(bundle.special_tokens)
-        self._template = compile_template(bundle.chat_template) if bundle.chat_template else None
+        self._template = ChatTemplate(bundle.chat_template) if bundle.chat_template else None
         self._knows_developer = "developer" in bundle.chat_template
-        self.takes_tools = "tools" in _variables(bundle.chat_template)
+        self.takes_tools = self._template is not None and "tools" in self._template.variables
         self.call_format = toolcalls.format_of(bundle.chat_template)
         parts = json.loads(text)
         byte_level = _is_byte_level(parts.get("decoder") or {})
@@ -306,18 +229,13 @@ class TextStack:
             for message in chat:
                 if message["role"] == "developer":  # the newer name of the same thing
                     message["role"] = "system"
-        try:
-            return self._template.render(
-                messages=chat,
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special,
-            )
-        except jinja2.TemplateError as error:
-            raise TemplateFailed(f"The chat template refused the messages: {error}") from error
-        except Exception as error:  # a template is the model's code: it may raise anything
-            raise TemplateFailed(f"The chat template failed: {error}") from error
+        return self._template.render(
+            messages=chat,
+            tools=list(tools) or None,
+            documents=None,
+            add_generation_prompt=True,
+            **self._special,
+        )
 
     def least_tokens(self, text: str) -> int:
         """Tokens that the text has at the very least, without the cost of encoding it."""

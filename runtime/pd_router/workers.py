@@ -20,7 +20,9 @@ import grpc.aio
 from pd_core.failures import Failure, FailureKind
 from pd_core.identity import Part
 from pd_core.kv import KvForm
+from pd_core.proof import Purpose
 from pd_proto import tls
+from pd_proto.tokens import Tokens, admit, challenge
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router import policy, wire
@@ -70,9 +72,15 @@ class WorkersConfig:
 class Workers(engine_pb2_grpc.ControlServicer):
     """See the module."""
 
-    def __init__(self, config: WorkersConfig, certificates: tls.Certificates | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkersConfig,
+        certificates: tls.Certificates | None = None,
+        tokens: Tokens | None = None,
+    ) -> None:
         self.config = config
         self._certificates = certificates
+        self._tokens = tokens
         self.identity = RouterIdentity(config.router, str(uuid.uuid4()))
         self.prefixes = PrefixIndex()
         self.broken = Broken()
@@ -259,12 +267,15 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if self._certificates is not None:
             await self._certificates.admit(context, Part.WORKER)
         reports = aiter(request_iterator)
+        asked = await challenge(self._tokens, context)
         try:
             async with asyncio.timeout(_HELLO_DEADLINE_S):
                 first = await anext(reports, None)
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no Hello came")
             return
+        given = first.hello.proof if first is not None else b""
+        confirmation = await admit(self._tokens, Purpose.ANNOUNCE, asked, given, context)
         problem = "Hello must come first"
         if first is not None and first.HasField("hello"):
             problem = self._problem(first.hello)
@@ -275,7 +286,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         stream = object()
         record = self._announced(first.hello, stream)
         try:
-            await self._follow(record, stream, reports, context)
+            await self._follow(record, stream, reports, context, confirmation)
         finally:
             if record.stream is stream:
                 record.stream = None
@@ -288,6 +299,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
         stream: object,
         reports: AsyncIterator[pb.WorkerReport],
         context: Any,
+        confirmation: bytes,
     ) -> None:
         config = self.config
         welcome = pb.Welcome(
@@ -296,6 +308,7 @@ class Workers(engine_pb2_grpc.ControlServicer):
             heartbeat_s=config.heartbeat_s,
             lapse_s=config.lapse_s,
             control_ports=config.control_ports,
+            confirmation=confirmation,
         )
         await context.write(pb.RouterNotice(welcome=welcome))
         wanted = record.hello.bundle_hash
@@ -361,7 +374,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
         callbacks = LinkCallbacks(
             changed=lambda: self._refresh(record), moved=lambda now: self._moved(record, now)
         )
-        link = Link(worker, hello.work_address, self.identity, callbacks, self._certificates)
+        link = Link(
+            worker, hello.work_address, self.identity, callbacks, self._certificates, self._tokens
+        )
         progress = Progress(self.config.late_s, hello.prefill_tokens_per_s)
         record = Record(hello, view, link, progress)
         return record

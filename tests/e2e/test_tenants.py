@@ -81,6 +81,16 @@ def ranked(some: list[float], others: list[float]) -> float:
     return float((before - n * m / 2) / (n * m * (n + m + 1) / 12) ** 0.5)
 
 
+def smallest_effect_s(some: list[float], others: list[float]) -> float:
+    """How much sooner all of `some` would have to come for the test to see it."""
+    low, high = 0.0, max(some + others)
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        seen = ranked([one - middle for one in some], others) > SURE
+        low, high = (low, middle) if seen else (middle, high)
+    return high
+
+
 @pytest.mark.timeout(300)
 def test_timing_tells_nothing_across_tenants(url: str) -> None:
     chance = random.Random(5)
@@ -102,6 +112,13 @@ def test_timing_tells_nothing_across_tenants(url: str) -> None:
     medians = {kind: statistics.median(found) for kind, found in times.items()}
     assert ranked(times["own"], times["new"]) > SURE, f"it would see nothing: {medians}"
     assert abs(ranked(times["other"], times["new"])) < SURE, medians
+    smallest_s = smallest_effect_s(times["other"], times["new"])
+    saved_s = medians["new"] - medians["own"]
+    print(
+        f"a cached prompt saves {saved_s * 1000:.2f} ms; seen would be {smallest_s * 1000:.2f} ms "
+        f"or more, by {ROUNDS} prompts each"
+    )
+    assert smallest_s < saved_s, "a prefix that is shared would be seen"
 
 
 def test_the_test_itself() -> None:
@@ -109,3 +126,5 @@ def test_the_test_itself() -> None:
     assert ranked(low, high) == pytest.approx(3.36, abs=0.01)
     assert ranked(high, low) == pytest.approx(-3.36, abs=0.01)
     assert ranked(low, low) == 0
+    many = [float(one) for one in range(40)]
+    assert smallest_effect_s(many, many) == pytest.approx(12.5, abs=1)

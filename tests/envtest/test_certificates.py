@@ -47,8 +47,10 @@ class Clock:
 
 
 async def secrets(there: Watching) -> dict[str, Manifest]:
+    """Those of certificates."""
     listed = await there.api.list(SECRET, there.namespace)
-    return {one["metadata"]["name"]: one for one in listed.items}
+    named = {one["metadata"]["name"]: one for one in listed.items}
+    return {name: one for name, one in named.items() if not name.endswith("-token")}
 
 
 def files(secret: Manifest) -> dict[str, bytes]:

@@ -118,14 +118,17 @@ def rules_of(objects: list[dict[str, Any]], kind: str, name: str) -> list[dict[s
 
 def test_rights_are_exactly_the_operators() -> None:
     wanted = yaml.safe_load((ROOT / "operator/pd_operator/rbac.yaml").read_text())
+    tokens = wanted["namespaced"] + wanted["peerTokens"]
     wide = rendered()
     name = f"{NAMESPACE}-pdcluster"
-    assert rules_of(wide, "ClusterRole", name) == wanted["namespaced"] + wanted["clusterWide"]
+    assert rules_of(wide, "ClusterRole", name) == tokens + wanted["clusterWide"]
     more = rules_of(rendered("--set", "certificates.enabled=true"), "ClusterRole", name)
-    assert more == wanted["namespaced"] + wanted["certificates"] + wanted["clusterWide"]
+    assert more == tokens + wanted["certificates"] + wanted["clusterWide"]
+    less = rules_of(rendered("--set", "peerTokens.enabled=false"), "ClusterRole", name)
+    assert less == wanted["namespaced"] + wanted["clusterWide"]
     assert rules_of(wide, "Role", "pdcluster-lease") == wanted["lease"]
     narrow = rendered("--set", "watchNamespace=serving")
-    assert rules_of(narrow, "Role", "pdcluster") == wanted["namespaced"]
+    assert rules_of(narrow, "Role", "pdcluster") == tokens
     assert rules_of(narrow, "Role", "pdcluster-lease") == wanted["lease"]
     assert not of_kind(narrow, "ClusterRole")
     assert not of_kind(narrow, "ClusterRoleBinding")

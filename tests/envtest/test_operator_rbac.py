@@ -61,7 +61,8 @@ async def everything(there: Watching) -> None:
 
     async def no_certificates() -> bool:
         lists = [await there.api.list(one, there.namespace) for one in CERTIFYING]
-        return not any(one.items for one in lists)
+        left = [one["metadata"]["name"] for listed in lists for one in listed.items]
+        return left == ["chat-token"]
 
     await there.until("its certificates have gone", no_certificates)
 

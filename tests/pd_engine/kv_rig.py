@@ -20,6 +20,7 @@ from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane, KvSettings
 from pd_engine.kv.shm import SharedMemory
 from pd_engine.types import RequestKey, TokenOut
 from pd_proto.tls import Certificates
+from pd_proto.tokens import Tokens
 from pd_proto.v1 import engine_pb2 as pb
 from tests.pd_engine.kv_proxy import Do, Proxy
 
@@ -126,6 +127,7 @@ async def worker(
     told: Recorder | None = None,
     shared: bool = False,
     certificates: Certificates | None = None,
+    tokens: Tokens | None = None,
 ) -> Worker:
     """A started plane; `seed` fills its pool with random bytes, otherwise they are zeros.
     `shared`: the pool is memory that others may read."""
@@ -140,7 +142,7 @@ async def worker(
     told = told or Recorder()
     epoch = epoch or f"{name}-epoch-1"
     fd = shared_memory.fd if shared_memory is not None else None
-    plane = KvPlane(layout, memory, name, epoch, told, settings, clock, fd, certificates)
+    plane = KvPlane(layout, memory, name, epoch, told, settings, clock, fd, certificates, tokens)
     made = Worker(plane, told, pool, memory, layout, epoch)
     if shared_memory is not None:
         weakref.finalize(made, os.close, shared_memory.fd)
@@ -159,6 +161,7 @@ async def pair(
     shared: bool = False,
     epoch: str = "",
     certificates: tuple[Certificates | None, Certificates | None] = (None, None),
+    tokens: tuple[Tokens | None, Tokens | None] = (None, None),
 ) -> AsyncIterator[tuple[Worker, Worker]]:
     """A prefill worker whose pool holds random bytes, and a decode worker. At the end both
     are closed, and every transfer must have ended at both."""
@@ -170,6 +173,7 @@ async def pair(
         seed=1,
         shared=shared,
         certificates=certificates[0],
+        tokens=tokens[0],
     )
     two = await worker(
         "decode",
@@ -178,6 +182,7 @@ async def pair(
         settings=decode,
         epoch=epoch,
         certificates=certificates[1],
+        tokens=tokens[1],
     )
     try:
         yield one, two

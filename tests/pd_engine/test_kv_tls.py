@@ -16,6 +16,7 @@ import uvloop
 from pd_core.identity import Identity, Part
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
+from pd_engine.kv.bytcp import TcpTransport
 from pd_engine.kv.channels import ChannelSettings
 from pd_engine.kv.plane import KvSettings
 from pd_engine.kv.receiver import ReceiverSettings
@@ -201,7 +202,7 @@ def test_a_refusal_is_read_before_the_end(run: Run, tmp_path: Path) -> None:
     async def body() -> None:
         ours, theirs = two(Authority(), tmp_path)
         async with pair(certificates=(ours, theirs)) as (_, decode):
-            transport = tcp.TcpTransport(ours)
+            transport = TcpTransport(ours)
             sock = await transport.connect(decode.address, "")
             with contextlib.closing(sock):
                 await tcp.send_all(sock, frames.encode_hello("p", "e", "somebody else", LAYOUT))

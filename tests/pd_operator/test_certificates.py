@@ -121,7 +121,7 @@ def test_pods_mount_theirs_and_nobody_the_authority() -> None:
     ):
         spec = item["spec"]["template"]["spec"]
         secrets = [one["secret"]["secretName"] for one in spec["volumes"] if "secret" in one]
-        assert secrets == [name]
+        assert secrets == [name, "chat-token"]
         assert flags(item)["tls-cluster"] == "default/chat"
         [mount] = [
             one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "peer-tls"

@@ -126,6 +126,7 @@ def test_engine_flags() -> None:
         "threads": "2",
         "drain-timeout-s": "90",
         "kv-cache-tokens": "4096",
+        "token-file": "/etc/pdcluster/token/tokens",
     }
 
 
@@ -252,6 +253,7 @@ def test_router_flags() -> None:
         "admin": "$(POD_IP):9090",
         "control": "$(POD_IP):7000",
         "drain-timeout-s": "60",
+        "token-file": "/etc/pdcluster/token/tokens",
     }
     [container] = template(deployment)["containers"]
     env = {item["name"]: item.get("value") for item in container["env"]}

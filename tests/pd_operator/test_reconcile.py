@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from pd_operator import peertokens
 from pd_operator.api import Cluster, parse
 from pd_operator.keys import Key
 from pd_operator.measured import Counters, RouterReading, Samples
 from pd_operator.observed import Ref, observe
+from pd_operator.peertokens import TokenTerms
+from pd_operator.pki import make_token
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.reconcile import MISSING_S, RESYNC_S, UNSAID_S, Pace, Reconciler, World
 from pd_operator.replicas import MARK, Write, pool_statuses
@@ -20,6 +23,7 @@ from tests.pd_operator.objects import SETTINGS, cluster, document, rendered, run
 
 KEY = Key("default", "chat")
 POOL_OBJECTS = 4  # a StatefulSet and a Service for each of two pools
+TOKEN = 1
 
 
 @dataclass
@@ -34,7 +38,8 @@ class Backend:
     def settle(self, of: Cluster | None = None, settings: Settings = SETTINGS) -> None:
         """All that is desired is there and ready, and what PDPools say is right."""
         of = of or cluster()
-        for item in running(rendered(of, settings)):
+        token = peertokens.keep(of, {}, TokenTerms(), NOW, make_token()).manifest
+        for item in [token, *running(rendered(of, settings))]:
             if item["kind"] == "PDPool":
                 annotations = {**item["metadata"]["annotations"], MARK: "1"}
                 item = {**item, "metadata": {**item["metadata"], "annotations": annotations}}
@@ -114,7 +119,7 @@ def test_creation_then_no_writes(run) -> None:
     made = reconciler(backend)
     assert run(made.reconcile(KEY)) == UNSAID_S  # what runs of the PDPools is still to be said
     applied = [write for write in backend.writes if write.startswith("apply")]
-    assert len(applied) == len(rendered(cluster()).surroundings) + POOL_OBJECTS
+    assert len(applied) == len(rendered(cluster()).surroundings) + POOL_OBJECTS + TOKEN
 
     assert run(made.reconcile(KEY)) == MISSING_S  # nobody makes pods here
     backend.writes.clear()
@@ -214,4 +219,4 @@ def test_a_failing_backend_is_the_queues_affair(run) -> None:
         run(reconciler(backend).reconcile(KEY))
     backend.fails = False
     run(reconciler(backend).reconcile(KEY))
-    assert len(backend.objects) == len(rendered(cluster()).surroundings) + POOL_OBJECTS
+    assert len(backend.objects) == len(rendered(cluster()).surroundings) + POOL_OBJECTS + TOKEN

@@ -112,6 +112,53 @@ def test_a_failing_template_is_a_typed_failure(source: str) -> None:
         stack(chat_template=source).render(CHAT)
 
 
+LONG = "more than 16,777,216 characters or items"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 'x' * 99999999 }}", LONG),
+        ("{{ [1] * 99999999 }}", LONG),
+        ("{{ 9 ** (9 ** 9) }}", LONG),
+        ("{{ 'x'.ljust(99999999) }}", LONG),
+        ("{{ 'x' | center(99999999) }}", LONG),
+        ("{{ 'a\nb' | indent(99999999) }}", LONG),
+        ("{{ '%99999999d' % 1 }}", "width"),
+        ("{{ '%*d' % (99999999, 1) }}", "width"),
+        ("{{ '{:99999999}'.format(1) }}", "width"),
+        ("{{ '{:{}}'.format(1, 9999999) }}", "width"),
+        ("{{ 'x'.__class__ }}{{ ('x' * 9999999).join(['a'] * 9999999) }}", LONG),
+        ("{{ ('x' * 99999) | replace('', 'y' * 99999) }}", LONG),
+        ("{{ ('x' * 99999).replace('x', 'y' * 99999) }}", LONG),
+        (
+            "{% set n = namespace(t='x') %}{% for i in range(99) %}"
+            "{% set n.t = n.t + n.t %}{% endfor %}", LONG,
+        ),
+        (
+            "{% set n = namespace(t='x') %}{% for i in range(99) %}"
+            "{% set n.t = n.t ~ n.t %}{% endfor %}", LONG,
+        ),
+        ("{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", LONG),
+        ("{{ messages | tojson(indent=99999999) }}", "indent"),
+    ],
+)  # fmt: skip
+def test_a_template_ends_and_stays_small(source: str, says: str) -> None:
+    with pytest.raises(TemplateFailed, match=says):
+        stack(chat_template=source).render(CHAT)
+
+
+def test_what_templates_do_is_within_bounds() -> None:
+    source = (
+        "{% for m in messages * 50 %}{{ loop.index ~ ': ' ~ m.content | trim }}"
+        "{{ '%05.1f' % 1.25 }}{{ '{:>4}'.format(loop.index) }}{{ '-' * 20 }}\n{% endfor %}"
+        "{{ messages | tojson(indent=2) | indent(4) | replace('a', 'b') }}"
+    )
+    assert "1: " in stack(chat_template=source).render(CHAT)
+
+
 def test_a_model_without_a_template() -> None:
     with pytest.raises(TemplateFailed, match="/v1/completions"):
         stack(chat_template="").render(CHAT)

@@ -65,6 +65,7 @@ operator itself is let in to the routers' admin ports, to read how they fare. */
         "monitors" .Values.networkPolicies.monitors)
       "monitors" .Values.monitors
       "certificates" .Values.certificates
+      "peerTokens" .Values.peerTokens
       "rdmaResource" .Values.rdmaResource | toJson }}
 {{- end }}
 

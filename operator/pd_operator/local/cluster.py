@@ -27,6 +27,7 @@ from pd_operator.local.state import (
 )
 from pd_operator.modelfiles import DRAFT_MODEL, MODEL
 from pd_operator.observed import Ref
+from pd_operator.peertokens import TokenTerms
 from pd_operator.podparts import Manifest, Settings
 from pd_operator.podspec import ADMIN_PORT, HTTP_BIND_ENV, REVISION_LABEL, ROLE_LABEL, ROUTER
 from pd_operator.queue import Queue
@@ -63,6 +64,7 @@ class Options:
     settings: Settings = field(default_factory=Settings)
     backoff: Backoff = field(default_factory=Backoff)
     certificate_terms: tlsplan.Terms = field(default_factory=tlsplan.Terms)
+    token_terms: TokenTerms = field(default_factory=TokenTerms)
 
 
 class LocalBackend:
@@ -79,6 +81,10 @@ class LocalBackend:
     async def apply(self, key: Key, manifest: Manifest) -> None:
         del key
         self._kubelet.apply(manifest)
+
+    async def provide(self, key: Key, manifest: Manifest) -> None:
+        """Here Secrets can be read: nobody asks for this."""
+        await self.apply(key, manifest)
 
     async def scale(self, key: Key, ref: Ref, replicas: int) -> None:
         del key
@@ -127,6 +133,7 @@ class LocalCluster:
             pace=_PACE,
             listener=_Decisions(journal),
             certifier=Certifier(options.certificate_terms),
+            token_terms=options.token_terms,
         )
         self._queue = Queue(reconciler.reconcile)
         self._key: Key | None = None

@@ -89,7 +89,7 @@ class Capacity(_message.Message):
     def __init__(self, kv_blocks: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queued: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "product", "shares_prefixes")
+    __slots__ = ("worker", "epoch", "role", "work_address", "kv_address", "transports", "model", "model_hash", "kv_format", "layout_hash", "capacity", "bundle_hash", "revision", "prefill_tokens_per_s", "product", "shares_prefixes", "proof")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,7 @@ class Hello(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     PRODUCT_FIELD_NUMBER: _ClassVar[int]
     SHARES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: str
     role: Role
@@ -122,21 +123,24 @@ class Hello(_message.Message):
     prefill_tokens_per_s: float
     product: str
     shares_prefixes: bool
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., product: _Optional[str] = ..., shares_prefixes: _Optional[bool] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., work_address: _Optional[str] = ..., kv_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., model_hash: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., layout_hash: _Optional[str] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., bundle_hash: _Optional[str] = ..., revision: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., product: _Optional[str] = ..., shares_prefixes: _Optional[bool] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s", "control_ports")
+    __slots__ = ("router", "router_epoch", "heartbeat_s", "lapse_s", "control_ports", "confirmation")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
     LAPSE_S_FIELD_NUMBER: _ClassVar[int]
     CONTROL_PORTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMATION_FIELD_NUMBER: _ClassVar[int]
     router: str
     router_epoch: str
     heartbeat_s: float
     lapse_s: float
     control_ports: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, router: _Optional[str] = ..., router_epoch: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., lapse_s: _Optional[float] = ..., control_ports: _Optional[_Iterable[int]] = ...) -> None: ...
+    confirmation: bytes
+    def __init__(self, router: _Optional[str] = ..., router_epoch: _Optional[str] = ..., heartbeat_s: _Optional[float] = ..., lapse_s: _Optional[float] = ..., control_ports: _Optional[_Iterable[int]] = ..., confirmation: _Optional[bytes] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("reason",)
@@ -256,14 +260,16 @@ class Command(_message.Message):
     def __init__(self, bind: _Optional[_Union[Bind, _Mapping]] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., share: _Optional[_Union[Share, _Mapping]] = ...) -> None: ...
 
 class Bind(_message.Message):
-    __slots__ = ("router", "router_epoch", "worker_epoch")
+    __slots__ = ("router", "router_epoch", "worker_epoch", "proof")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     router: str
     router_epoch: str
     worker_epoch: str
-    def __init__(self, router: _Optional[str] = ..., router_epoch: _Optional[str] = ..., worker_epoch: _Optional[str] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, router: _Optional[str] = ..., router_epoch: _Optional[str] = ..., worker_epoch: _Optional[str] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class TransferId(_message.Message):
     __slots__ = ("request", "attempt")
@@ -447,10 +453,12 @@ class Event(_message.Message):
     def __init__(self, bound: _Optional[_Union[Bound, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
 
 class Bound(_message.Message):
-    __slots__ = ("worker_epoch",)
+    __slots__ = ("worker_epoch", "confirmation")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMATION_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: str
-    def __init__(self, worker_epoch: _Optional[str] = ...) -> None: ...
+    confirmation: bytes
+    def __init__(self, worker_epoch: _Optional[str] = ..., confirmation: _Optional[bytes] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("handle", "grant", "prefix_tokens", "ttl_s", "wait_s", "kv_address")

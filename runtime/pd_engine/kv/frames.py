@@ -30,6 +30,10 @@ PREFIX_BYTES = 8
 MAX_FRAME_BYTES = 128 * 1024
 """Without payload. The largest is a seal: some 250 bytes a choice with 20 top logprobs."""
 
+PROOF_MARK = b"PDT\1"
+"""What `proving` begins with, in place of a length: beyond all bounds, so neither is taken
+for the other."""
+
 _PREFIX = struct.Struct(">II")
 
 
@@ -95,6 +99,8 @@ def refuse(hello: Hello, worker: str, epoch: str, layout: KvLayout) -> Failure |
 def frame_length(prefix: bytes) -> int:
     """The length that announces a frame, checked before anything is allocated for it."""
     length, _ = _PREFIX.unpack(prefix)
+    if prefix.startswith(PROOF_MARK):
+        raise FrameError("the other end wants a token, and this worker has none (--token-file)")
     if not 0 < length <= MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are taken")
     return int(length)

@@ -1,6 +1,6 @@
 """KV read by the target from the sender's memory: NIXL over UCX, by RDMA where that is.
 
-The words go over a connection of tcp (with TLS where that is on): its hello offers where the
+The words go over a connection of tcp (behind TLS or a token, as there): its hello offers where the
 sender's pool is and what NIXL must know of it, and nothing is read before that hello has
 been checked like any other. A push then names blocks, and the target reads them into those
 that it granted, so whatever writes a pool is its own worker's. The sender keeps the blocks
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames, tcp
 from pd_engine.kv.agents import Agent, AgentError, Read, Reader, ReadFailed, Span
+from pd_engine.kv.bytcp import TcpTransport
 from pd_engine.kv.checksum import Checksum, checksum_of
 from pd_engine.kv.memory import KvMemory, spans
-from pd_engine.kv.tcp import TcpTransport
 from pd_engine.kv.transport import Unreachable
 from pd_engine.transfer import PushHead, Region
 

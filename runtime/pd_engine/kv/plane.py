@@ -24,17 +24,18 @@ from pd_engine import exports as ex
 from pd_engine import imports as im
 from pd_engine.exports import ExportStats
 from pd_engine.imports import ImportStats
+from pd_engine.kv.bytcp import TcpTransport
 from pd_engine.kv.channels import Channels, ChannelSettings
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.nixl import NixlTransport
 from pd_engine.kv.receiver import KvReceiver, ReceiverSettings
 from pd_engine.kv.sender import KvSender
 from pd_engine.kv.shm import ShmTransport
-from pd_engine.kv.tcp import TcpTransport
 from pd_engine.kv.transport import AUTO, Transport, choose
 from pd_engine.transfer import ExportLimits, ImportLimits, TransferId
 from pd_engine.types import RequestKey, TokenOut
 from pd_proto.tls import Certificates
+from pd_proto.tokens import Tokens
 from pd_proto.v1 import engine_pb2 as pb
 
 __all__ = ["ExportStats", "ImportStats", "KvCallbacks", "KvPlane", "KvSettings"]
@@ -103,13 +104,14 @@ class KvPlane:
         clock: Callable[[], float] = time.monotonic,
         pool_fd: int | None = None,
         certificates: Certificates | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         settings = settings or KvSettings()
         self._settings = settings
-        by_tcp = TcpTransport(certificates)
+        by_tcp = TcpTransport(certificates, tokens)
         transports: dict[str, Transport] = {"tcp": by_tcp}  # it also says no
         if "shm" in settings.transports:
-            transports["shm"] = ShmTransport(pool_fd)
+            transports["shm"] = ShmTransport(pool_fd, tokens)
         if "nixl" in settings.transports:
             transports["nixl"] = NixlTransport(memory, epoch, by_tcp)
         only = settings.transports[0] if "tcp" not in settings.transports else ""

@@ -3,7 +3,8 @@
 One copy in all, by the target, from pool to pool. The descriptor comes over a Unix socket
 whose abstract name holds the target's epoch: nothing is left in any file system, whoever
 dies, and a worker that restarted can't be taken for its predecessor. Abstract names end at
-the network namespace, so pods don't find each other; whoever connects must have our user.
+the network namespace, so pods don't find each other; whoever connects must have our user and,
+before a pool is handed over, prove this PDCluster's token (`proving`).
 
 The sender keeps the blocks until the verdict. If it gives up earlier (its lease ended, it
 was cancelled) the target may copy what is no longer the request's: the checksum tells.
@@ -18,11 +19,12 @@ import struct
 from collections.abc import Callable, Sequence
 
 from pd_core.kv import KvLayout
-from pd_engine.kv import frames, tcp
+from pd_engine.kv import frames, proving, tcp
 from pd_engine.kv.checksum import checksum_of, copy
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.transport import Unreachable
 from pd_engine.transfer import PushHead
+from pd_proto.tokens import Tokens
 
 _MARK = b"\0"  # one byte, to carry the descriptor
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -49,8 +51,9 @@ class ShmTransport(tcp.ByMemory):
 
     name = "shm"
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, fd: int | None, tokens: Tokens | None = None) -> None:
         self._fd = fd
+        self._tokens = tokens
 
     # ---- the sender's end --------------------------------------------------------------
 
@@ -66,6 +69,7 @@ class ShmTransport(tcp.ByMemory):
             except ConnectionRefusedError as e:
                 raise Unreachable(f"no worker {epoch} on this host takes KV by shm") from e
             _same_user(sock)
+            await proving.dialled(sock, self._tokens)
             socket.send_fds(sock, [_MARK], [self._fd])
         except BaseException:
             sock.close()
@@ -88,6 +92,7 @@ class ShmTransport(tcp.ByMemory):
 
     async def greet(self, sock: socket.socket) -> "tuple[socket.socket, ShmTaker]":
         _same_user(sock)
+        await proving.accepted(sock, self._tokens)
         fd = await _receive_fd(sock)
         try:
             return sock, ShmTaker(_map(fd))

@@ -12,13 +12,10 @@ import ssl
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pd_core.identity import Part
-from pd_core.kv import KvLayout
 from pd_engine.kv.checksum import checksum_of
 from pd_engine.kv.frames import PREFIX_BYTES, checked, encode_push, frame_length
 from pd_engine.kv.transport import Transport
 from pd_engine.transfer import PushHead
-from pd_proto.tls import Certificates
 
 BATCH_BYTES = 64 * 1024
 """Slices below it go through one buffer of this size: a system call costs more than the copy."""
@@ -273,80 +270,3 @@ class ByMemory(Transport):
     ) -> None:
         del slices, scratch
         await send_all(sock, encode_push(head, tuple(block_ids)))
-
-
-class TcpTransport(Transport):
-    """The payload follows each push on its connection, from pool to pool."""
-
-    name = "tcp"
-
-    def __init__(self, certificates: Certificates | None = None) -> None:
-        self._certificates = certificates
-
-    async def connect(self, address: str, epoch: str) -> socket.socket:
-        del epoch
-        sock = await connect(address)
-        if self._certificates is None:
-            return sock
-        return await self._secured(sock, self._certificates, server=False)
-
-    async def push(
-        self,
-        sock: socket.socket,
-        head: PushHead,
-        block_ids: Sequence[int],
-        slices: Sequence[memoryview],
-        scratch: memoryview,
-    ) -> None:
-        del block_ids
-        await send_all(sock, encode_push(head))
-        await send_payload(sock, slices, scratch)
-
-    async def listen(self, host: str, port: int, epoch: str) -> socket.socket:
-        del epoch
-        return await listen(host, port)
-
-    async def greet(self, sock: socket.socket) -> "tuple[socket.socket, TcpTaker]":
-        configure(sock)
-        if self._certificates is not None:
-            sock = await self._secured(sock, self._certificates, server=True)
-        return sock, TcpTaker()
-
-    async def _secured(
-        self, sock: socket.socket, certificates: Certificates, *, server: bool
-    ) -> ssl.SSLSocket:
-        """TLS over it, with another worker of this PDCluster and nobody else. OSError."""
-        context = certificates.server_context if server else certificates.client_context
-        try:
-            secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
-        except BaseException:
-            sock.close()
-            raise
-        try:
-            await handshake(secured)
-            certificates.check(secured, Part.WORKER)
-        except BaseException:
-            secured.close()
-            raise
-        return secured
-
-
-class TcpTaker:
-    """Reads a push's payload off the socket."""
-
-    def open(self, sender: KvLayout) -> None:
-        """A payload's size is in its head."""
-
-    async def take(
-        self,
-        sock: socket.socket,
-        head: PushHead,
-        slices: Sequence[memoryview],
-        scratch: memoryview,
-        progress: Callable[[], None],
-    ) -> int:
-        del head
-        return await receive_payload(sock, slices, scratch, progress)
-
-    def close(self) -> None:
-        """Nothing is held."""

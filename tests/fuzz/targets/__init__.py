@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 NAMES = (
-    "engine", "forms", "gguf", "http", "kvplane", "modelfiles", "openai", "pdcluster", "workers",
+    "engine", "forms", "gguf", "http", "kvplane", "modelfiles", "openai", "pdcluster",
+    "templates", "workers",
 )  # fmt: skip
 
 
