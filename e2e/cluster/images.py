@@ -42,6 +42,8 @@ class Image:
     target: str = ""
     called: str = ""
     """Its reference, where that isn't the usual one."""
+    source: Path = ROOT
+    """The tree that it's built from."""
 
     @property
     def reference(self) -> str:
@@ -86,7 +88,8 @@ def build(image: Image) -> None:
     arguments += ["--build-arg", f"BASE={base}", *_pip_settings()]
     if image.target:
         arguments += ["--target", image.target]
-    arguments += ["--tag", image.reference, "--file", str(ROOT / "images" / image.file), str(ROOT)]
+    file = image.source / "images" / image.file
+    arguments += ["--tag", image.reference, "--file", str(file), str(image.source)]
     _buildah(*arguments)
     print(f"{image.reference}: built in {time.monotonic() - started:.0f} s", flush=True)
 

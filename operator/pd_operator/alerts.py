@@ -163,7 +163,11 @@ def operator_groups(runbooks: str = "") -> list[dict[str, Any]]:
     looks = "pdcluster_operator_reconcile_seconds_count"
     waiting = "min_over_time(sum(pdcluster_operator_queue_depth)[10m:])"
     failed = f'sum(rate({looks}{{result!~"ok|conflict"}}[10m]))'
+    whose = "{{ $labels.pdcluster_namespace }}/{{ $labels.pdcluster }}"
     rules = [
+        alert("PDClusterPoolShort", _short_pools(), "15m", "warning",
+              f"{whose}: its pool {{{{ $labels.role }}}} is short of workers most of the time",
+              runbooks, {"namespace": "{{ $labels.pdcluster_namespace }}"}),
         alert("PDClusterOperatorAway",
               "absent(pdcluster_operator_lease_held) or sum(pdcluster_operator_lease_held) == 0",
               "10m", "critical",
@@ -180,6 +184,16 @@ def operator_groups(runbooks: str = "") -> list[dict[str, Any]]:
               " without it no new connections are made between its pods", runbooks),
     ]  # fmt: skip
     return [{"name": "pdcluster-operator", "rules": rules}]
+
+
+def _short_pools() -> str:
+    """Most of the time, since a worker that dies again and again is ready in between."""
+    counts = [
+        "max by (pdcluster_namespace, pdcluster, role)"
+        f' (pdcluster_operator_pool_replicas{{state="{state}"}})'
+        for state in ("desired", "ready")
+    ]
+    return f"quantile_over_time(0.5, ({' - '.join(counts)})[15m:]) > 0"
 
 
 def alert(

@@ -16,6 +16,7 @@ from tests.watched import PROMISES
 
 OF = 'namespace="default",pdcluster_dev_cluster="chat"'
 TTFT, TPOT = "pdcluster_router_ttft_seconds", "pdcluster_router_tpot_seconds"
+PREFILL = 'pdcluster_namespace="default",pdcluster="chat",role="prefill"'
 HOURS = 60  # minutes
 Series = dict[str, str]
 
@@ -27,6 +28,7 @@ class Story:
     series: Series
     minutes: int
     firing: set[str] = field(default_factory=set)
+    about: Series = field(default_factory=dict)  # labels that come of the series
     together: bool = False  # prefill and decode are one pool
 
 
@@ -38,6 +40,15 @@ def stays(value: float, minutes: int) -> str:
     return f"{value:g}x{minutes}"
 
 
+def pool(desired: str, ready: str) -> Series:
+    """A prefill pool, as the operator counts it."""
+    name = "pdcluster_operator_pool_replicas"
+    return {
+        f'{name}{{{PREFILL},state="desired"}}': desired,
+        f'{name}{{{PREFILL},state="ready"}}': ready,
+    }
+
+
 def operator(minutes: int, **changes: str) -> Series:
     """The operator's own series, all well."""
     looks = "pdcluster_operator_reconcile_seconds_count"
@@ -46,6 +57,7 @@ def operator(minutes: int, **changes: str) -> Series:
         "pdcluster_operator_ready": stays(1, minutes),
         "pdcluster_operator_queue_depth": stays(0, minutes),
         "pdcluster_operator_certificate_age_share": stays(0, minutes),
+        **pool(stays(2, minutes), stays(2, minutes)),
         f'{looks}{{result="ok"}}': grows(0, 10, minutes),
     } | changes
 
@@ -100,6 +112,7 @@ WAITING = f'pdcluster_engine_waiting_grants{{{OF},pool="decode"}}'
 EXPOSED = f"pdcluster_router_transfer_exposed_seconds_sum{{{OF}}}"
 READY = f"pdcluster_router_ready{{{OF}}}"
 LOOKS = "pdcluster_operator_reconcile_seconds_count"
+SHORT = {"pdcluster_namespace": "default", "pdcluster": "chat", "role": "prefill"}
 
 STORIES = {
     "well": Story(served(3 * HOURS), 3 * HOURS),
@@ -169,6 +182,24 @@ STORIES = {
     "together, nothing is handed over": Story(
         served(HOURS) | {EXPOSED: grows(0, 30, HOURS)}, HOURS, together=True
     ),
+    "a worker dies again and again": Story(
+        # Ready for a minute or two of five, as with CrashLoopBackOff.
+        operator(HOURS) | pool(stays(2, HOURS), "2x4 " + "1x2 2x0 1x0 " * 11), HOURS,
+        {"PDClusterPoolShort"}, SHORT,
+    ),
+    "a worker finds no node": Story(
+        operator(HOURS) | pool("1x9 2x50", stays(1, HOURS)), HOURS,
+        {"PDClusterPoolShort"}, SHORT,
+    ),
+    "a worker takes its time to start": Story(
+        operator(HOURS) | pool("1x9 2x50", "1x22 2x37"), 40
+    ),
+    "a worker has died once": Story(
+        operator(HOURS) | pool(stays(2, HOURS), "2x9 1x4 2x45"), 25
+    ),
+    "a pool has gone to zero": Story(
+        operator(HOURS) | pool("1x9 0x50", "1x9 0x50"), HOURS
+    ),
     "the operator is away": Story({}, HOURS, {"PDClusterOperatorAway"}),
     "no operator holds the lease": Story(
         operator(HOURS, pdcluster_operator_lease_held=stays(0, HOURS)), HOURS,
@@ -227,7 +258,7 @@ def test_the_right_alerts_fire_and_no_other(name: str, tmp_path: Path) -> None:
         {
             "eval_time": f"{story.minutes}m",
             "alertname": alert,
-            "exp_alerts": [_expected(rule)] if alert in story.firing else [],
+            "exp_alerts": [_expected(rule, story.about)] if alert in story.firing else [],
         }
         for alert, rule in known.items()
     ]
@@ -248,8 +279,20 @@ def test_the_right_alerts_fire_and_no_other(name: str, tmp_path: Path) -> None:
     promtool("test", "rules", "test.yaml", folder=tmp_path)
 
 
-def _expected(rule: dict[str, Any]) -> dict[str, Any]:
-    return {"exp_labels": rule["labels"], "exp_annotations": rule["annotations"]}
+def _expected(rule: dict[str, Any], about: Series) -> dict[str, Any]:
+    """As it's sent. `about`: the labels that its expression leaves."""
+
+    def filled(texts: Series) -> Series:
+        made = dict(texts)
+        for label, value in about.items():
+            said = f"{{{{ $labels.{label} }}}}"
+            made = {name: text.replace(said, value) for name, text in made.items()}
+        return made
+
+    return {
+        "exp_labels": filled(rule["labels"]) | about,
+        "exp_annotations": filled(rule["annotations"]),
+    }
 
 
 def test_every_alert_has_a_story() -> None:
