@@ -143,7 +143,11 @@ def test_another_mode_ends_with_all_of_one_kind(
 
             cluster.until(rolled, f"all pods are of mode {mode}", 100.0)
             assert text(cluster, content) == expected(reference, content)
-        cluster.until(lambda: not list(secrets_of(cluster).iterdir()), "no Secret is left")
+
+        def left() -> set[str]:
+            return {one.name for one in secrets_of(cluster).iterdir()}
+
+        cluster.until(lambda: left() == {"test-token"}, "of Secrets the token's alone is left")
 
 
 # ---- rotation ---------------------------------------------------------------------------
