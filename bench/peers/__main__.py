@@ -189,9 +189,10 @@ BY_DESIGN = {
 """What their own command lines offer and ours doesn't."""
 
 
-def notes(found: list[System]) -> list[str]:
+def notes(found: list[System], load: float) -> list[str]:
+    """`load`: the machine's load average when it began."""
     mine = found[0].figures
-    lines = []
+    lines = [f"Beside other work of the machine: a load average of {load:.1f}."]
     for one in found[1:]:
         measured = "; ".join(better(mine, one.figures)) or "nothing that was measured here"
         lines.append(
@@ -211,7 +212,7 @@ def metrics(found: list[System], minutes: float) -> Metrics:
 
 
 def main(quick: bool) -> None:
-    began = time.monotonic()
+    began, others = time.monotonic(), os.getloadavg()[0]
     model, plan = model_dir(), QUICK if quick else WHOLE
     tokenizer = load_tokenizer(model)
     prompts = [prompt_of(tokenizer, PROMPT_TOKENS, number) for number in range(STREAMS)]
@@ -222,7 +223,7 @@ def main(quick: bool) -> None:
     rows = [(key, *(one.figures[key] for one in found)) for key in found[0].figures]
     print("\n" + table(("", *(one.name for one in found)), rows))
     minutes = (time.monotonic() - began) / 60
-    report("peers", metrics(found, minutes), GOALS, quick, notes(found))
+    report("peers", metrics(found, minutes), GOALS, quick, notes(found, others))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """NVIDIA Dynamo with its mocker: a frontend, and simulated engines that prefill or decode.
 
 Discovery by files, requests by tcp, events by ZeroMQ: nothing else runs. The mocker has its own
-times a token; `_DECODE_SPEED` brings them to those that the others' engines are asked for.
+times: these speeds bring a prompt's to next to nothing and a token's to 10 ms, as the others'
+engines have them.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import psutil
 from bench.router.sites import Cores, Site, start, wait_ready
 from tests.ports import free_port
 
-_DECODE_SPEED = "0.57"
+_SPEED, _DECODE_SPEED = "1000", "0.00057"
 _PLANES = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
 _MIGRATIONS = "3"
 """Off by default. With it a request goes on elsewhere when its worker is lost, as ours do."""
@@ -30,7 +31,8 @@ def dynamo(python: Path, cores: Cores, model: Path, pairs: int) -> Iterator[Site
         env.pop("PYTHONPATH", None)
         common = [*_PLANES]
         mocker = [str(python), "-m", "dynamo.mocker", "--model-path", str(model)]
-        mocker += ["--model-name", "bench", "--decode-speedup-ratio", _DECODE_SPEED]
+        mocker += ["--model-name", "bench", "--speedup-ratio", _SPEED]
+        mocker += ["--decode-speedup-ratio", _DECODE_SPEED]
         workers = [
             [
                 start(closing, "dynamo-mocker", cores.driver,

@@ -40,8 +40,12 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         environment = _environment()
-        self.variables: set[str] = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        self._template = environment.from_string(source)
+        try:
+            parsed = environment.parse(source)
+            self.variables: set[str] = jinja2.meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(source)
+        except (SyntaxError, RecursionError, ValueError) as error:  # Python's, of what it became
+            raise jinja2.TemplateError(f"the chat template can't be compiled: {error}") from error
 
     def render(self, **given: Any) -> str:
         """The prompt of a chat. TemplateFailed with the template's message."""

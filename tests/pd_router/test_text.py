@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +149,11 @@ LONG = "more than 16,777,216 characters or items"
 def test_a_template_ends_and_stays_small(source: str, says: str) -> None:
     with pytest.raises(TemplateFailed, match=says):
         stack(chat_template=source).render(CHAT)
+
+
+def test_what_is_no_template_is_said() -> None:
+    with pytest.raises(jinja2.TemplateError, match="can't be compiled"):
+        stack(chat_template="{% continue %}")
 
 
 def test_what_templates_do_is_within_bounds() -> None:

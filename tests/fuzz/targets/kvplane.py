@@ -19,8 +19,8 @@ from google.protobuf.message import DecodeError
 
 from pd_core.kv import KvLayout
 from pd_engine.kv import frames
+from pd_engine.kv.bytcp import TcpTaker, TcpTransport
 from pd_engine.kv.plane import KvPlane
-from pd_engine.kv.tcp import TcpTaker, TcpTransport
 from pd_engine.transfer import (
     AbortHead,
     KvRange,
