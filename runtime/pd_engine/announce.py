@@ -216,12 +216,22 @@ class Announcer:
         every_s = notice.welcome.heartbeat_s or 1.0
         self._welcomed[address] = notice.welcome.router_epoch or address
         beats = asyncio.create_task(self._beat(address, call, writing, every_s))
+        notices = asyncio.create_task(self._serve_notices(call, writing))
         try:
-            await self._serve_notices(call, writing)
+            await asyncio.wait({beats, notices}, return_when=asyncio.FIRST_COMPLETED)
+            if notices.done():
+                notices.result()
+                return
+            # Without heartbeats nothing is announced, whatever the stream looks like.
+            error = beats.exception()
+            if not isinstance(error, grpc.RpcError | asyncio.InvalidStateError):
+                log.error("router=%s heartbeats ended", address, exc_info=error)
+            raise TimeoutError("heartbeats ended")
         finally:
             del self._welcomed[address]
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
+            for task in (beats, notices):
+                task.cancel()
+            await asyncio.gather(beats, notices, return_exceptions=True)
 
     async def _say_hello(self, call: grpc.aio.StreamStreamCall) -> tuple[Any, Proof | None]:
         """What the router says to it, and the proof that it is to confirm."""

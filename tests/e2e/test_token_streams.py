@@ -54,6 +54,7 @@ def core() -> Any:
         scheduler=SimpleNamespace(load=lambda: load),
         metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0, computed_pairs=0),
         draining=False,
+        sharing=SimpleNamespace(exact=True),
         steps=0,
         step_median_s=lambda: 0.0,
         take_prefix_changes=PrefixChanges,

@@ -138,6 +138,29 @@ def test_draining_is_told_before_the_next_heartbeat_is_due() -> None:
     asyncio.run(scenario())
 
 
+def test_a_heartbeat_that_fails_is_told_and_the_worker_announces_itself_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        router = Process()
+        port = await router.start()
+        made = announcer(port)
+        right, made._core.step_median_s = made._core.step_median_s, lambda: 1 / 0
+        running = asyncio.create_task(made.run())
+        try:
+            async with asyncio.timeout(20):
+                await router.gone.wait()
+                assert "ZeroDivisionError" in caplog.text
+                made._core.step_median_s = right
+                await router.beat.wait()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await router.server.stop(0)
+
+    asyncio.run(scenario())
+
+
 def test_heartbeats_say_how_many_routers_there_are() -> None:
     """Each counts once, whatever addresses it has; one that goes is counted no more."""
 
