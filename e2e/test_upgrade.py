@@ -11,7 +11,7 @@ import yaml
 
 from e2e import previous
 from e2e.cluster import images
-from e2e.cluster.api import wait_for
+from e2e.cluster.api import Manifest, wait_for
 from e2e.cluster.images import Image
 from e2e.load import Load, Question
 from e2e.site import CLAIMED_MODEL, PDPOOL, Site, document, pool
@@ -58,7 +58,7 @@ def test_an_upgrade_under_load(site: Site, model: Path, questions: list[Question
         site.kubectl("scale", "pdpool", decode, "-n", namespace, "--replicas=2")
         wait_for("two", partial(_decoders, site, namespace, 2), DEADLINE_S)
         site.wait_ready(namespace, NAME)
-        before, operators = uids(site.pods(namespace)), site.operators().keys()
+        before, operators = uids(workers(site, namespace)), site.operators().keys()
         with Load(
             site.layout.namespace_file, site.address(namespace, NAME), questions, streams=4
         ) as load:
@@ -68,7 +68,11 @@ def test_an_upgrade_under_load(site: Site, model: Path, questions: list[Question
             load.until_more(16)
         load.assert_flawless()
         assert site.api.get(*PDPOOL, decode, namespace)["spec"]["replicas"] == 2
-        assert uids(site.pods(namespace)) == before
+        assert uids(workers(site, namespace)) == before, "routers are rendered anew, pools aren't"
+
+
+def workers(site: Site, namespace: str) -> list[Manifest]:
+    return [*site.pods(namespace, "prefill"), *site.pods(namespace, "decode")]
 
 
 def _decoders(site: Site, namespace: str, count: int) -> bool:
