@@ -14,7 +14,9 @@ from tests.e2e.asking import ask, body, expected, text_of
 from tests.reference import Reference
 from tests.tiny_model import tiny_model_dir
 
-LAYERS = 16  # enough for a prompt to take longer than a copy of its KV
+LAYERS = 16
+PACE = "0.0005,0.001,0.002"
+"""500 tokens of a prompt a second, so a copy is sooner by far, however busy the machine is."""
 BLOCK = 16
 BLOCK_BYTES = BLOCK * 2 * LAYERS * 2 * 16 * 4  # 2 KV heads of 16, in float32
 
@@ -27,6 +29,15 @@ def deep() -> Path:
 @pytest.fixture(scope="module")
 def its_reference(deep: Path) -> Reference:
     return Reference(deep, threads=1)
+
+
+@pytest.fixture(scope="module")
+def paced(root: Path) -> dict[str, Any]:
+    """A pool's template: its workers compute as slowly as `PACE` says."""
+    # What begins like a path is looked for among the pod's mounts.
+    values = {"PYTHONPATH": f":{root / 'tests' / 'e2e' / 'paced'}:{root}", "PD_TEST_PACE": PACE}
+    env = [{"name": name, "value": value} for name, value in values.items()]
+    return {"template": {"spec": {"containers": [{"name": "engine", "env": env}]}}}
 
 
 def turn(cluster: Cluster, reference: Reference, content: dict[str, Any]) -> tuple[str, Any]:
@@ -55,9 +66,11 @@ def copied(cluster: Cluster, pool: str, name: str, direction: str) -> float:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_prefill_that_lost_its_cache_pulls_from_decode(
-    deep: Path, its_reference: Reference, tmp_path: Path, transport: str
+    deep: Path, its_reference: Reference, tmp_path: Path, paced: dict[str, Any], transport: str
 ) -> None:
     document = spec(deep)
+    document["spec"]["prefill"] |= paced
+    document["spec"]["decode"] |= paced
     document["spec"]["kvTransfer"] = {"transport": transport}
     document["spec"]["router"] = {"routing": {"disaggregate": "always"}}
     with serving(document, tmp_path) as cluster:
@@ -83,9 +96,9 @@ def test_prefill_that_lost_its_cache_pulls_from_decode(
 
 
 def test_a_worker_that_drains_is_taken_over_from(
-    deep: Path, its_reference: Reference, tmp_path: Path
+    deep: Path, its_reference: Reference, tmp_path: Path, paced: dict[str, Any]
 ) -> None:
-    document = spec(deep, colocated={"replicas": 2})
+    document = spec(deep, colocated={"replicas": 2, **paced})
     with serving(document, tmp_path) as cluster:
         cluster.until(lambda: len(usable(cluster)) == 2, "both are usable")
         talk = {"session_id": "a talk"}
@@ -103,6 +116,6 @@ def test_a_worker_that_drains_is_taken_over_from(
 
         assert second["decode_worker"] != owner.name
         assert second["pulled_from"] == owner.name
-        assert second["pulled_tokens"] == second["cached_tokens"] > 1500
+        assert second["pulled_tokens"] == second["cached_tokens"] > 1500, second["reason"]
         assert second["attempts"] == 1
         other.join(60)

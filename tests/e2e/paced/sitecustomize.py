@@ -1,5 +1,5 @@
-"""Python imports this first in workers of `test_scaling.py`, where the folder is on their path:
-their steps then take as long as those of an engine whose speed is known, whatever else the
+"""Python imports this first in workers that have this folder on their path (`test_scaling.py`,
+`test_pulls.py`): their steps then take as long as those of an engine whose speed is known, whatever else the
 machine does. PD_TEST_PACE: seconds of a step, of a sequence in it, of a prompt's token.
 """
 
