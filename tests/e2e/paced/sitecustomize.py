@@ -1,6 +1,7 @@
 """Python imports this first in workers that have this folder on their path (`test_scaling.py`,
-`test_pulls.py`): their steps then take as long as those of an engine whose speed is known, whatever else the
-machine does. PD_TEST_PACE: seconds of a step, of a sequence in it, of a prompt's token.
+`test_pulls.py`): their steps then take as long as those of an engine whose speed is known,
+whatever else the machine does. PD_TEST_PACE: seconds of a step, of a sequence in it, of a
+prompt's token.
 """
 
 import os
