@@ -129,7 +129,9 @@ def doubts(cluster: Cluster) -> list[FieldError]:
         if held is None or longest <= held + 1:  # the last token needs no KV
             continue
         problem = f"is {held}, fewer than spec.model.maxModelLen ({longest}) has"
-        remedy = "requests that need more are refused; write as many, or a smaller maxModelLen"
+        remedy = (
+            "longer prompts are refused, answers end there; write as many, or a smaller maxModelLen"
+        )
         found.append(FieldError(f"spec.{pool.role}.engine.kvCacheTokens", problem, remedy))
     return found
 
@@ -329,8 +331,8 @@ def _kv_transfer(node: Node, pools: tuple[Pool, ...]) -> tuple[str, str, Colocat
         if any(pool.role is Role.COLOCATED for pool in pools):
             problem = "places prefill near decode, and a colocated pool has neither"
             node.error("colocate", problem, "leave it out")
-    if transport == "nixl" and quantization != "none":
-        problem = "is for tcp, and nixl carries KV as it is"
+    if transport in ("nixl", "shm") and quantization != "none":
+        problem = f"is for tcp, and {transport} carries KV as it is"
         node.error("quantization", problem, "leave it out, or write transport: tcp")
     node.close()
     return transport, quantization, colocate

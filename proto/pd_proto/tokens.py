@@ -72,6 +72,8 @@ class Tokens:
         for key, value in await call.initial_metadata() or ():
             if key == _KEY and isinstance(value, bytes) and len(value) == CHALLENGE_BYTES:
                 return self.prove(purpose, value)
+        if call.done():  # it never got as far as asking
+            return f"{await call.code()}: {await call.details()}"
         return NO_TOKEN_THERE
 
     async def admit(self, purpose: Purpose, challenge: bytes, given: bytes, context: Any) -> bytes:

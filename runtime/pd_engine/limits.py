@@ -96,8 +96,8 @@ def short_of_kv(context_tokens: int, pool_tokens: int) -> str:
         return ""
     return (
         f"the KV cache holds {pool_tokens} tokens, fewer than the context of {context_tokens}:"
-        " requests that need more are refused; a larger kvCacheTokens or kvCacheFraction takes"
-        " them, a smaller maxModelLen says so to clients"
+        " longer prompts are refused, answers end there; a larger kvCacheTokens or kvCacheFraction"
+        " takes them, a smaller maxModelLen says so to clients"
     )
 
 

@@ -110,8 +110,8 @@ def test_a_pool_too_small_for_the_longest_request_is_noted(
     for role in ("prefill", "decode"):
         note = (
             f"note: spec.{role}.engine.kvCacheTokens: is 16384, fewer than"
-            f" spec.model.maxModelLen ({longest}) has; requests that need more are refused;"
-            " write as many, or a smaller maxModelLen"
+            f" spec.model.maxModelLen ({longest}) has; longer prompts are refused,"
+            " answers end there; write as many, or a smaller maxModelLen"
         )
         assert (note in said) is noted
 

@@ -276,7 +276,7 @@ def test_a_pool_smaller_than_the_context_is_told_with_the_numbers(
     assembly.load(parse(f"{flags} --max-model-len 65".split()))
     assert "KV cache" not in caplog.text
     assembly.load(parse(f"{flags} --max-model-len 66".split()))
-    told = "holds 64 tokens, fewer than the context of 66: requests that need more are refused"
+    told = "holds 64 tokens, fewer than the context of 66: longer prompts are refused"
     assert told in caplog.text
 
 

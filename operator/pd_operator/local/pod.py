@@ -1,6 +1,7 @@
 """One pod's life: its init containers in order, then its containers, until it is deleted."""
 
 import asyncio
+import shutil
 from typing import Any
 
 from pd_operator.local.container import Container, PodContext
@@ -74,6 +75,7 @@ class Pod:
         await asyncio.gather(*(item.stop(grace_s, pre_stop=pre_stop) for item in everyone))
         await asyncio.gather(self._task, return_exceptions=True)
         self._context.volumes.remove()
+        shutil.rmtree(self._context.folder, ignore_errors=True)
 
     def failed(self) -> BaseException | None:
         """What ended its task before its time: a bug of ours."""
