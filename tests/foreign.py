@@ -1,6 +1,12 @@
 """Kinds of others that the operator uses where they are: their CRDs, as bare as can be."""
 
-from e2e.cluster.api import Manifest
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from e2e.cluster.api import Api, Manifest
 
 
 def kinds(group: str, **named: str) -> list[Manifest]:
@@ -28,6 +34,15 @@ def _kind(group: str, kind: str, plural: str) -> Manifest:
             "versions": [version],
         },
     }
+
+
+@contextmanager
+def written(api: Api, made: Sequence[Manifest], file: Path) -> Iterator[Path]:
+    """A file with these kinds, for who installs them meanwhile; in the end they are taken away."""
+    file.write_text(yaml.safe_dump_all(made))
+    yield file
+    for one in made:
+        api.delete(one["apiVersion"], one["kind"], one["metadata"]["name"])
 
 
 MONITORING = kinds(

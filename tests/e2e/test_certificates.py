@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
 from pd_core.identity import Identity, Part
-from pd_operator.local.cluster import LocalCluster, Options
-from pd_operator.local.kubelet import Listener
+from pd_operator.local.cluster import Options
 from pd_operator.local.state import cache_root
-from pd_operator.podspec import KV_PORT, ROLE_LABEL, WORK_PORT
+from pd_operator.podspec import KV_PORT, WORK_PORT
 from pd_operator.tlsplan import Terms
 from pd_proto.tls import Certificates
 from tests.certificates import Authority
-from tests.client import Streamed, stream
 from tests.cluster import Cluster, serving, spec
-from tests.e2e.asking import COMPLETIONS, body, expected, text, text_of
+from tests.e2e.asking import body, expected, text, text_of
+from tests.e2e.rotating import Stage
 from tests.ports import free_port
 from tests.reference import Reference
 
@@ -37,7 +35,6 @@ FAST = Terms(
     overlap=timedelta(seconds=2),
 )
 """A certificate each four seconds, an authority each six; late ones have 26 s to spare."""
-STREAMS, TOKENS = 16, 48
 DEADLINE_S = 280.0
 
 
@@ -173,54 +170,25 @@ class Versions:
             await asyncio.sleep(0.1)
 
 
-async def asks(port: int, number: int, results: list[Streamed], stop: asyncio.Event) -> None:
-    """One client: the same question again and again."""
-    content = body(text_of(40, number), TOKENS)
-    while not stop.is_set():
-        results.append(await stream("127.0.0.1", port, COMPLETIONS, content))
-
-
 @pytest.mark.timeout(300)
 def test_they_change_under_sixteen_streams(model: Path, tmp_path: Path, run) -> None:
-    port = free_port()
     options = Options(
-        port=port, state=tmp_path / "state", cache=cache_root(), certificate_terms=FAST
+        port=free_port(), state=tmp_path / "state", cache=cache_root(), certificate_terms=FAST
     )
 
-    async def scenario() -> list[list[Streamed]]:
-        local = LocalCluster("test", options, Listener())
-        running = asyncio.create_task(local.run())
-        stop, results = asyncio.Event(), [[] for _ in range(STREAMS)]
-        clients: list[asyncio.Task[None]] = []
-        try:
-            local.submit(document(model, decode={"replicas": 2}))
-            await local.wait_ready()
-            versions = Versions(options.state / "test" / "secrets" / "test-tls-workers")
-            clients += [
-                asyncio.create_task(asks(port, number, results[number], stop))
-                for number in range(STREAMS)
-            ]
-            # Old, both, new: the first authority has been forgotten.
-            await versions.until(lambda seen: len(seen.bundles) >= 3 and all(results))
-            victim = next(one for one in local.pods if one.labels[ROLE_LABEL] == "decode")
-            before = victim.pid
-            psutil.Process(before).kill()
-            seen = len(versions.bundles)
-            await versions.until(lambda now: len(now.bundles) >= seen + 2)
-            while not victim.ready or victim.pid in (None, before):
-                await asyncio.sleep(0.1)
-            stop.set()
-            await asyncio.gather(*clients)
-            assert len(versions.leaves) >= 3
-            return results
-        finally:
-            for task in (*clients, running):
-                task.cancel()
-            await local.close()
-            await asyncio.gather(*clients, running, return_exceptions=True)
+    async def story(stage: Stage) -> None:
+        versions = Versions(stage.secrets / "test-tls-workers")
+        # Old, both, new: the first authority has been forgotten.
+        await versions.until(lambda seen: len(seen.bundles) >= 3 and all(stage.results))
+        back = stage.kill_a_decoder()
+        seen = len(versions.bundles)
+        await versions.until(lambda now: len(now.bundles) >= seen + 2)
+        await back()
+        assert len(versions.leaves) >= 3
 
-    for answers in run(scenario(), DEADLINE_S):
-        for one in answers:
-            assert (one.status, one.error, one.done) == (200, None, True)
-            assert one.text == answers[0].text
-    assert not (options.state / "test" / "secrets").exists()
+    async def played() -> Stage:
+        stage = Stage(options)
+        await stage.play(document(model, decode={"replicas": 2}), story)
+        return stage
+
+    run(played(), DEADLINE_S).assert_flawless()

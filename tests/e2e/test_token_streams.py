@@ -16,12 +16,11 @@ import pytest
 
 from pd_engine import server
 from pd_engine.announce import Announcer
-from pd_engine.outbox import Outbox
-from pd_engine.types import PrefixChanges
 from pd_proto.tokens import NO_PROOF, NO_TOKEN_THERE, NOT_CONFIRMED, Tokens
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
 from pd_router.workers import Workers, WorkersConfig
+from tests.pd_engine.stub_core import stub_core
 from tests.pd_router.rig import until
 
 pytestmark = pytest.mark.slow
@@ -40,26 +39,6 @@ def written(file: Path, *lines: bytes) -> Path:
 
 def tokens(file: Path, *lines: bytes) -> Tokens | None:
     return Tokens(written(file, *lines)) if lines else None
-
-
-def core() -> Any:
-    """As much of a worker as its streams need."""
-    fields = {one.name: 0 for one in pb.Load.DESCRIPTOR.fields if one.name != "step_s"}
-    load = SimpleNamespace(**fields)
-    return SimpleNamespace(
-        open_stream=lambda: (1, Outbox()),
-        close_stream=lambda _: None,
-        handle=lambda *_: None,
-        commands_done=lambda: None,
-        scheduler=SimpleNamespace(load=lambda: load),
-        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0, computed_pairs=0),
-        draining=False,
-        sharing=SimpleNamespace(exact=True),
-        steps=0,
-        step_median_s=lambda: 0.0,
-        take_prefix_changes=PrefixChanges,
-        prefixes=lambda: [],
-    )
 
 
 def hello(name: str, port: int) -> pb.Hello:
@@ -88,11 +67,11 @@ async def worker(
 ) -> AsyncIterator[None]:
     """`listening`: what its work port goes by, where that is something else."""
     serving, port = await server.serve(
-        core(), EPOCH, "127.0.0.1", 0, tokens=listening if listening is not None else held
+        stub_core(), EPOCH, "127.0.0.1", 0, tokens=listening if listening is not None else held
     )
     health: Any = SimpleNamespace(registered=False)
     announcer = Announcer(
-        core(), health, hello(name, port), pb.TokenizerBundle(), [f"127.0.0.1:{routers}"],
+        stub_core(), health, hello(name, port), pb.TokenizerBundle(), [f"127.0.0.1:{routers}"],
         tokens=held,
     )  # fmt: skip
     announcing = asyncio.create_task(announcer.run())

@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import psutil
 import pytest
 
 from pd_core.proof import Purpose, parse_tokens
-from pd_operator.local.cluster import LocalCluster, Options
-from pd_operator.local.kubelet import Listener
+from pd_operator.local.cluster import Options
 from pd_operator.local.state import cache_root
 from pd_operator.peertokens import TokenTerms
-from pd_operator.podspec import KV_PORT, ROLE_LABEL, WORK_PORT
+from pd_operator.podspec import KV_PORT, WORK_PORT
 from pd_proto.tokens import NO_PROOF, Tokens
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
-from tests.client import Streamed
 from tests.cluster import Cluster, Pod, serving, spec
 from tests.e2e.asking import body, expected, text, text_of
-from tests.e2e.test_certificates import STREAMS, asks
+from tests.e2e.rotating import Stage
 from tests.ports import free_port
 from tests.reference import Reference
 
@@ -192,42 +189,23 @@ async def firsts(file: Path, enough: int) -> None:
 @pytest.mark.timeout(300)
 def test_they_change_under_sixteen_streams(model: Path, tmp_path: Path, run) -> None:
     """A worker that starts anew among them, without one error."""
-    port = free_port()
-    options = Options(port=port, state=tmp_path / "state", cache=cache_root(), token_terms=FAST)
+    options = Options(
+        port=free_port(), state=tmp_path / "state", cache=cache_root(), token_terms=FAST
+    )
     made = document(model, "test", "tcp")
     made["spec"]["decode"] = {"replicas": 2}
 
-    async def scenario() -> list[list[Streamed]]:
-        local = LocalCluster("test", options, Listener())
-        running = asyncio.create_task(local.run())
-        stop, results = asyncio.Event(), [[] for _ in range(STREAMS)]
-        clients: list[asyncio.Task[None]] = []
-        try:
-            local.submit(made)
-            await local.wait_ready()
-            file = options.state / "test" / "secrets" / "test-token" / "tokens"
-            clients += [
-                asyncio.create_task(asks(port, number, results[number], stop))
-                for number in range(STREAMS)
-            ]
-            await firsts(file, 3)
-            victim = next(one for one in local.pods if one.labels[ROLE_LABEL] == "decode")
-            before = victim.pid
-            psutil.Process(before).kill()
-            await firsts(file, 3)
-            while not victim.ready or victim.pid in (None, before) or not all(results):
-                await asyncio.sleep(0.1)
-            stop.set()
-            await asyncio.gather(*clients)
-            return results
-        finally:
-            for task in (*clients, running):
-                task.cancel()
-            await local.close()
-            await asyncio.gather(*clients, running, return_exceptions=True)
+    async def story(stage: Stage) -> None:
+        file = stage.secrets / "test-token" / "tokens"
+        await firsts(file, 3)
+        back = stage.kill_a_decoder()
+        await firsts(file, 3)
+        await back()
+        await stage.each_was_answered()
 
-    for answers in run(scenario(), DEADLINE_S):
-        for one in answers:
-            assert (one.status, one.error, one.done) == (200, None, True)
-            assert one.text == answers[0].text
-    assert not (options.state / "test" / "secrets").exists()
+    async def played() -> Stage:
+        stage = Stage(options)
+        await stage.play(made, story)
+        return stage
+
+    run(played(), DEADLINE_S).assert_flawless()

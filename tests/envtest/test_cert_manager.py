@@ -8,32 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from e2e.cluster.api import install_crds
 from e2e.cluster.envtest import EnvTest
 from pd_operator import informer
 from pd_operator.podparts import Manifest
 from pd_operator.resources import CERTIFICATE, ISSUER
+from tests import foreign
 from tests.envtest.operating import Scene, scene
 from tests.envtest.test_operator import at_rest
-from tests.foreign import CERT_MANAGER
 from tests.pd_operator.objects import document
 
 pytestmark = pytest.mark.usefixtures("crds")
 DEADLINE_S = 100.0
 MODE = {"security": {"tls": {"mode": "CertManager"}}}
-CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition")
 
 
 @pytest.fixture
 def cert_manager(own_kube: EnvTest, tmp_path: Path) -> Iterator[Path]:
-    """A file with its kinds, which are taken away in the end."""
-    file = tmp_path / "cert-manager.yaml"
-    file.write_text(yaml.safe_dump_all(CERT_MANAGER))
-    yield file
-    for one in CERT_MANAGER:
-        own_kube.api.delete(*CRD, one["metadata"]["name"])
+    kinds, file = foreign.CERT_MANAGER, tmp_path / "cert-manager.yaml"
+    with foreign.written(own_kube.api, kinds, file) as found:
+        yield found
 
 
 async def objects(stage: Scene) -> dict[str, Manifest]:

@@ -7,30 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from e2e.cluster.api import install_crds
 from e2e.cluster.envtest import EnvTest
 from pd_operator import informer
+from tests import foreign
 from tests.envtest.operating import Watching, scene
 from tests.envtest.test_operator import at_rest
-from tests.foreign import MONITORING
 from tests.pd_operator.objects import document
 
 pytestmark = pytest.mark.usefixtures("crds")
 DEADLINE_S = 100.0
-CRD = ("apiextensions.k8s.io/v1", "CustomResourceDefinition")
 KINDS = ("PodMonitor", "PrometheusRule")
 
 
 @pytest.fixture
 def monitoring(own_kube: EnvTest, tmp_path: Path) -> Iterator[Path]:
-    """A file with those kinds, which are taken away in the end."""
-    file = tmp_path / "monitoring.yaml"
-    file.write_text(yaml.safe_dump_all(MONITORING))
-    yield file
-    for one in MONITORING:
-        own_kube.api.delete(*CRD, one["metadata"]["name"])
+    with foreign.written(own_kube.api, foreign.MONITORING, tmp_path / "monitoring.yaml") as file:
+        yield file
 
 
 async def until_watched(there: Watching) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pd_core.proof import PROOF_BYTES
 from pd_engine.kv import frames
 from pd_engine.transfer import PushHead
 
@@ -91,6 +92,11 @@ class Proxy:
         number = 0
         while True:
             prefix = await reader.readexactly(frames.PREFIX_BYTES)
+            if prefix.startswith(frames.PROOF_MARK):  # of a token, before any frame
+                more = len(frames.PROOF_MARK) + PROOF_BYTES - len(prefix)
+                up.write(prefix + await reader.readexactly(more))
+                await up.drain()
+                continue
             body = await reader.readexactly(frames.frame_length(prefix))
             frame = frames.parse_frame(body)
             size = frame.payload_bytes if isinstance(frame, PushHead) else 0

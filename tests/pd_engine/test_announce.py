@@ -12,9 +12,10 @@ import pytest
 from pd_core.work import pairs
 from pd_engine.announce import Announcer
 from pd_engine.metrics import Metrics
-from pd_engine.types import Batch, PrefixChanges, Row
+from pd_engine.types import Batch, Row
 from pd_proto.v1 import engine_pb2 as pb
 from pd_proto.v1 import engine_pb2_grpc
+from tests.pd_engine.stub_core import stub_core
 
 pytestmark = pytest.mark.slow
 
@@ -57,23 +58,11 @@ class Process(engine_pb2_grpc.ControlServicer):
 
 
 def announcer(port: int) -> Announcer:
-    load = SimpleNamespace(
-        **{field.name: 0 for field in pb.Load.DESCRIPTOR.fields if field.name != "step_s"}
-    )
-    core: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(load=lambda: load),
-        metrics=SimpleNamespace(busy_s=0.0, computed_tokens=0, computed_pairs=7),
-        draining=False,
-        sharing=SimpleNamespace(exact=True),
-        steps=0,
-        step_median_s=lambda: 0.0,
-        take_prefix_changes=PrefixChanges,
-        prefixes=lambda: [],
-    )
     health: Any = SimpleNamespace(registered=False)
     return Announcer(
-        core, health, pb.Hello(worker="w"), pb.TokenizerBundle(), [f"127.0.0.1:{port}"]
-    )
+        stub_core(computed_pairs=7), health, pb.Hello(worker="w"), pb.TokenizerBundle(),
+        [f"127.0.0.1:{port}"],
+    )  # fmt: skip
 
 
 def test_attention_is_counted_by_pairs_whatever_the_chunks() -> None:

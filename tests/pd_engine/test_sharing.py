@@ -6,7 +6,8 @@ what came quantized isn't given on.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -132,35 +133,35 @@ def test_only_what_is_missing_is_sent() -> None:
     asyncio.run(run())
 
 
+@asynccontextmanager
+async def beyond_the_pool() -> AsyncIterator[tuple[Engine, Keeper]]:
+    """A prefill worker, and one that keeps the prompt's KV in host memory alone."""
+    stores = Stores(host=HostSlots(64, LAYOUT.block_bytes))
+    d = Keeper("both", 32, stores, NOTHING_IDLE, SLOW_PREFILL)
+    p = Engine("prefill", 64, 6)
+    await d.start()
+    await p.start()
+    try:
+        await d.ask(1, PROMPT)
+        await d.rest()
+        yield p, d
+    finally:
+        await p.close()
+        await d.close()
+
+
 def test_what_is_kept_beyond_the_pool_is_given_too() -> None:
     async def run() -> None:
-        stores = Stores(host=HostSlots(64, LAYOUT.block_bytes))
-        d = Keeper("both", 32, stores, NOTHING_IDLE, SLOW_PREFILL)
-        p = Engine("prefill", 64, 6)
-        await d.start()
-        await p.start()
-        try:
-            await d.ask(1, PROMPT)
-            await d.rest()
+        async with beyond_the_pool() as (p, d):
             assert (await copy(d, p, pull(2, PROMPT))).kv_bytes > 0
             await all_idle(p, d)
-        finally:
-            await p.close()
-            await d.close()
 
     asyncio.run(run())
 
 
 def test_kv_that_comes_quantized_while_a_copy_is_read_back_ends_the_copy() -> None:
     async def run() -> None:
-        stores = Stores(host=HostSlots(64, LAYOUT.block_bytes))
-        d = Keeper("both", 32, stores, NOTHING_IDLE, SLOW_PREFILL)
-        p = Engine("prefill", 64, 6)
-        await d.start()
-        await p.start()
-        try:
-            await d.ask(1, PROMPT)
-            await d.rest()
+        async with beyond_the_pool() as (p, d):
             p.send(pull=pull(2, PROMPT))
             granted = await p.event("granted", 2)
             d.send(share=share(pull(2, PROMPT), granted, "epoch-prefill"))
@@ -169,9 +170,6 @@ def test_kv_that_comes_quantized_while_a_copy_is_read_back_ends_the_copy() -> No
             assert "quantized" in (await d.event_of_failure(2)).message
             p.send(cancel=pb.Cancel(handle=2))
             await all_idle(p, d)
-        finally:
-            await p.close()
-            await d.close()
 
     asyncio.run(run())
 
