@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ import torch
 from bench import peers, precision
 from bench.common import Goal, arguments, median, report, table
 from bench.models import builtin_gguf, model_dir
+from pd_engine.attention.library import Native
 from pd_engine.blocks import BlockPool
+from pd_engine.compiled import CompiledNorm, CompiledRotary, PackedLinear
 from pd_engine.runner import Runner
 from pd_engine.scheduler import Scheduler, SchedulerConfig
 from pd_engine.types import Batch, Mode, Prefilled, Request, Sampling, SchedulerEvent, Tokens
@@ -330,30 +333,38 @@ def many_requests(plan: Plan, seed: int) -> list[tuple[list[int], int]]:
     return [(ids(max(4, int(n * plan.scale)), seed * 100 + i), new) for i, n in enumerate(lengths)]
 
 
-def hollow_model(folder: Path, target: Path) -> Path:
-    """The same definition with next to no arithmetic: its step is the host's work."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config: Any = AutoConfig.from_pretrained(folder)
-    heads = config.num_attention_heads
-    config.hidden_size, config.head_dim, config.intermediate_size = 8 * heads, 8, 16
-    config.vocab_size = 512
-    AutoModelForCausalLM.from_config(config).save_pretrained(target)
-    return target
+def idle(runner: Runner) -> None:
+    """Takes the arithmetic of the compiled code out of a runner: what is left of a step is the
+    host's work, and what torch itself computes (residuals, activations, the choice of tokens).
+    """
+    native = runner._paged._native
+    if native is None:
+        raise RuntimeError("the engine runs without its compiled code: python -m pd_engine.build")
+    nothing = native.library.pd_linear_panel  # as dear to call as the others; does nothing
+    for module in runner._model.module.modules():
+        made: Any = module
+        if isinstance(module, PackedLinear | CompiledNorm):
+            made._run = nothing
+        names = getattr(getattr(made.forward, "__func__", None), "__globals__", {})
+        rotary = names.get("apply_rotary_pos_emb")
+        if isinstance(rotary, CompiledRotary):
+            rotary._run = nothing
+    library: Any = SimpleNamespace(
+        pd_attention_check=native.library.pd_attention_check,
+        pd_attention_write=nothing,
+        pd_attention_attend=nothing,
+    )
+    runner._paged.attention._native = Native(library)
 
 
 def host_share(folder: Path, ours: Ours, plan: Plan) -> tuple[float, float]:
     """Seconds of a step at batch 32, and what share of that the host takes."""
-    with tempfile.TemporaryDirectory() as work:
-        hollow = Ours(hollow_model(folder, Path(work)), ours.tokens, "float32")
-        pairs = [
-            (
-                ours.step_s(32, plan.host_context, plan.host_steps),
-                # A short context: what attention computes is no work of the host.
-                hollow.step_s(32, BLOCK_TOKENS, plan.host_steps),
-            )
-            for _ in range(min(3, plan.rounds))
-        ]
+    alone = Ours(folder, ours.tokens)
+    idle(alone.runner)
+    pairs = [
+        tuple(one.step_s(32, plan.host_context, plan.host_steps) for one in (ours, alone))
+        for _ in range(min(3, plan.rounds))
+    ]
     return median(whole for whole, _ in pairs), median(host / whole for whole, host in pairs)
 
 

@@ -32,8 +32,13 @@ _FLAGS = (
 )
 _ATTENTION_FLAGS = (*_FLAGS, "-fopenmp", "-fno-math-errno")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_X86_VARIANTS = {"avx2": _AVX2, "avx512": (*_AVX512, "-mprefer-vector-width=512")}
+_WIDE = "-mprefer-vector-width=512"
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", _WIDE)
+_X86_VARIANTS = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+}
 _BUILD_S = 600.0
 
 

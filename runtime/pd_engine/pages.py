@@ -13,7 +13,7 @@ from pd_engine.attention.pool import KvPool
 from pd_engine.checkpoint import Checkpoint
 from pd_engine.compiled import compile_model
 from pd_engine.loading import Progress, unheard
-from pd_engine.model import LoadedModel, cpu_multiplies_bf16, load_model
+from pd_engine.model import LoadedModel, load_model, torch_multiplies_bf16
 from pd_engine.types import Row
 
 log = logging.getLogger("pd_engine.pages")
@@ -83,7 +83,7 @@ def _native(model: LoadedModel) -> Native | None:
     if isinstance(found, Missing):
         log.warning("attention=plain: the compiled one is missing, it is %s", found.reason)
         return None
-    leave = model.dtype == torch.bfloat16 and cpu_multiplies_bf16()
+    leave = model.dtype == torch.bfloat16 and torch_multiplies_bf16()
     done = compile_model(model.module, found, linears=not leave)
     log.info(
         "compiled variant=%s linears=%d norms=%d rotaries=%d",

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from pd_engine import pages
 from pd_engine.attention.library import Missing, Native, load
 from pd_engine.compiled import Compiled, CompiledNorm, CompiledRotary, PackedLinear, compile_model
-from pd_engine.model import cpu_multiplies_bf16
+from pd_engine.model import torch_multiplies_bf16
 from pd_engine.runner import Runner
 from pd_engine.types import Batch, Row, SampleSpec, Sampling
 from tests.tiny_model import tiny_model_dir
@@ -29,7 +29,7 @@ needs_library = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
+@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512bf16"])
 def lib(request: pytest.FixtureRequest) -> Iterator[Native]:
     if isinstance(FOUND, Missing):
         pytest.skip(FOUND.reason)
@@ -215,14 +215,14 @@ def test_what_is_left_alone(lib: Native) -> None:
     assert compile_model(both, lib, linears=False) == Compiled(0, 0, 0)
 
 
-def test_which_cpus_multiply_bfloat16(tmp_path: Path) -> None:
+def test_whose_bfloat16_torch_knows_better(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
-    for flags, expected in (("avx2 amx_bf16", True), ("avx512_bf16", True), ("avx2", False)):
+    for flags, expected in (("avx2 amx_bf16", True), ("avx512_bf16", False), ("avx2", False)):
         info.write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
-        assert cpu_multiplies_bf16(info) is expected
+        assert torch_multiplies_bf16(info) is expected
     info.write_text("processor : 0\nFeatures\t: fp asimd bf16\n")
-    assert cpu_multiplies_bf16(info)
-    assert not cpu_multiplies_bf16(tmp_path / "none")
+    assert torch_multiplies_bf16(info)
+    assert not torch_multiplies_bf16(tmp_path / "none")
 
 
 # ---- a whole model --------------------------------------------------------------------

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512"])
+@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512bf16"])
 def lib(request: pytest.FixtureRequest) -> Iterator[Native]:
     assert isinstance(FOUND, Native)
     usual = FOUND.variant

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from pd_engine import assembly
 from pd_engine.bundle import make_bundle
 from pd_engine.checkpoint import ModelError, open_checkpoint
-from pd_engine.model import choose_dtype, cpu_has_amx
+from pd_engine.model import choose_dtype, prefers_bf16
 from pd_engine.runner import Runner
 from pd_engine.settings import parse
 from pd_engine.types import Batch, Row, Sampled, SampleSpec, Sampling
@@ -421,13 +421,14 @@ def test_model_hash_is_that_of_the_contents(folder: Path) -> None:
 
 def test_auto_dtype_follows_the_machine(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
-    info.write_text("processor : 0\nflags\t\t: fpu amx_tile amx_bf16 avx2\n")
-    assert cpu_has_amx(info)
-    info.write_text("processor : 0\nflags\t\t: fpu avx2\n")
-    assert not cpu_has_amx(info)
-    assert not cpu_has_amx(tmp_path / "none")
+    for flags in ("amx_tile amx_bf16 avx2", "avx512f avx512_bf16"):
+        info.write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
+        assert prefers_bf16(info)
+    info.write_text("processor : 0\nflags\t\t: fpu avx2 avx512f\n")
+    assert not prefers_bf16(info)
+    assert not prefers_bf16(tmp_path / "none")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    expected = torch.bfloat16 if cpu_has_amx() else torch.float32
+    expected = torch.bfloat16 if prefers_bf16() else torch.float32
     assert choose_dtype("auto", cpu, torch.float16) == expected
     assert choose_dtype("auto", cuda, torch.float16) == torch.float16
     assert choose_dtype("bfloat16", cpu, torch.float32) == torch.bfloat16

@@ -7,6 +7,7 @@ extern const PdVariant pd_variant_baseline;
 #if defined(__x86_64__)
 extern const PdVariant pd_variant_avx2;
 extern const PdVariant pd_variant_avx512;
+extern const PdVariant pd_variant_avx512bf16;
 #endif
 
 namespace {
@@ -17,15 +18,18 @@ bool runs(const PdVariant& variant) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                     __builtin_cpu_supports("f16c");
   if (&variant == &pd_variant_avx2) return avx2;
-  if (&variant == &pd_variant_avx512)
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (&variant == &pd_variant_avx512) return avx512;
+  if (&variant == &pd_variant_avx512bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
   return &variant == &pd_variant_baseline;
 }
 
 const PdVariant* const all[] = {
 #if defined(__x86_64__)
+    &pd_variant_avx512bf16,
     &pd_variant_avx512,
     &pd_variant_avx2,
 #endif

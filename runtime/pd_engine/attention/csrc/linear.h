@@ -10,7 +10,8 @@ namespace {
 constexpr int OUTPUTS = 3 * VL;              // of a panel
 constexpr int DEPTH = 6144 / OUTPUTS;        // of the inner dimension at a time: 24 KiB of fp32
 constexpr int ROWS_AT_ONCE = 120;            // whose inputs stay in the cache meanwhile
-constexpr int64_t SMALL_LINEAR = 1 << 15;    // multiplications that aren't worth threads
+constexpr int64_t SMALL_LINEAR = 1 << 19;    // multiplications that aren't worth threads
+constexpr int READING = 8;                   // reading a weight takes as long as so many of them
 
 // c[r][OUTPUTS] (+)= x[r][0…count) x w[count][OUTPUTS], for R rows.
 template <int R, bool ADD, class T>
@@ -112,43 +113,50 @@ PD_INLINE const float* as_floats(const PdLinear& l, const T* x, Scratch& scratch
   return to;
 }
 
+PD_INLINE int panels_of(const PdLinear& l) { return (l.outer + OUTPUTS - 1) / OUTPUTS; }
+
+// How a call is cut into items for the threads: some rows, some panels.
+struct Shares {
+  int threads, panels, group, groups, chunks;
+  int items() const { return chunks * groups; }
+  int first_row(int item) const { return item / groups * ROWS_AT_ONCE; }
+  int first_panel(int item) const { return item % groups * group; }
+  int end_panel(int item) const { return min_of(panels, first_panel(item) + group); }
+};
+
+PD_INLINE Shares shares_of(const PdLinear& l) {
+  const int64_t work = static_cast<int64_t>(l.rows + READING) * l.inner * l.outer;
+  const int threads = team(l.threads, work < SMALL_LINEAR), panels = panels_of(l);
+  // Panels go out in groups: few enough to keep all threads busy to the end.
+  const int group = max_of(1, panels / (threads * 8));
+  const int groups = (panels + group - 1) / group;
+  return {threads, panels, group, groups, (l.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE};
+}
+
 template <class T>
 void linear_as(const PdLinear& l) {
   static thread_local Scratch inputs;
   int64_t x_row;
   const float* x = as_floats(l, static_cast<const T*>(l.x), inputs, &x_row);
-  const int panels = (l.outer + OUTPUTS - 1) / OUTPUTS;
-  const int chunks = (l.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  const int64_t work = static_cast<int64_t>(l.rows) * l.inner * l.outer;
-  const int threads = team(l.threads, work < SMALL_LINEAR);
-  // Panels go out in groups: few enough to keep all threads busy to the end.
-  const int group = max_of(1, panels / (threads * 8));
-  const int groups = (panels + group - 1) / group;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+  const Shares s = shares_of(l);
+#pragma omp parallel num_threads(s.threads) if (s.threads > 1)
   {
     static thread_local Scratch own;
     float* c = own.floats(ROWS_AT_ONCE * OUTPUTS + DEPTH * OUTPUTS);
     float* wide = c + ROWS_AT_ONCE * OUTPUTS;
 #pragma omp for schedule(dynamic, 1)
-    for (int item = 0; item < chunks * groups; ++item) {
-      const int first = item / groups * ROWS_AT_ONCE, start = item % groups * group;
-      const int rows = min_of(ROWS_AT_ONCE, l.rows - first);
-      for (int panel = start; panel < min_of(panels, start + group); ++panel)
+    for (int item = 0; item < s.items(); ++item) {
+      const int first = s.first_row(item), rows = min_of(ROWS_AT_ONCE, l.rows - first);
+      for (int panel = s.first_panel(item); panel < s.end_panel(item); ++panel)
         panel_rows<T>(l, x, x_row, first, rows, panel, c, wide);
     }
   }
 }
 
-void linear(const PdLinear* l) {
-  if (l->dtype == 0) linear_as<float>(*l);
-  else if (l->dtype == 1) linear_as<BFloat16>(*l);
-  else linear_as<Float16>(*l);
-}
-
 // weight [outer, inner], dense -> packed. As bits: zero is zero in all storage types.
 template <class T>
 void pack_as(const PdLinear& l, const T* weight, T* packed) {
-  const int panels = (l.outer + OUTPUTS - 1) / OUTPUTS;
+  const int panels = panels_of(l);
 #pragma omp parallel for schedule(static) num_threads(team(l.threads, false))
   for (int panel = 0; panel < panels; ++panel) {
     T* to = packed + static_cast<int64_t>(panel) * l.inner * OUTPUTS;
@@ -157,13 +165,6 @@ void pack_as(const PdLinear& l, const T* weight, T* packed) {
       for (int i = 0; i < OUTPUTS; ++i)
         to[i] = i < outputs ? weight[static_cast<int64_t>(n + i) * l.inner + k] : T{};
   }
-}
-
-void pack(const PdLinear* l, const void* weight, void* packed) {
-  if (l->dtype == 0)
-    pack_as(*l, static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(packed));
-  else
-    pack_as(*l, static_cast<const uint16_t*>(weight), static_cast<uint16_t*>(packed));
 }
 
 }  // namespace

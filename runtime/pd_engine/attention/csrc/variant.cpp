@@ -4,6 +4,7 @@
 #include "linear.h"
 #include "many.h"
 #include "norm.h"
+#include "pairs.h"
 #include "rotary.h"
 
 namespace {
@@ -198,6 +199,26 @@ void write_as(const PdStep& s, const PdLayer& l) {
 void write(const PdStep* s, const PdLayer* l) {
   if (s->dtype == 0) write_as<float>(*s, *l);
   else write_as<BFloat16>(*s, *l);
+}
+
+void linear(const PdLinear* l) {
+  if (l->dtype == 0) linear_as<float>(*l);
+#if defined(__AVX512BF16__)
+  else if (l->dtype == 1) pair_linear(*l);
+#else
+  else if (l->dtype == 1) linear_as<BFloat16>(*l);
+#endif
+  else linear_as<Float16>(*l);
+}
+
+void pack(const PdLinear* l, const void* weight, void* packed) {
+  const auto* half = static_cast<const uint16_t*>(weight);
+  if (l->dtype == 0)
+    pack_as(*l, static_cast<const uint32_t*>(weight), static_cast<uint32_t*>(packed));
+#if defined(__AVX512BF16__)
+  else if (l->dtype == 1) pair_pack(*l, half, static_cast<uint16_t*>(packed));
+#endif
+  else pack_as(*l, half, static_cast<uint16_t*>(packed));
 }
 
 }  // namespace
