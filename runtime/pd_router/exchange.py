@@ -25,8 +25,8 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 
 
 class Pipe(Protocol):
-    """Sends pieces of a body whose head is out, without waiting: at the end of this round of
-    the loop, and before anything that the request's coroutine then sends."""
+    """Sends pieces of a body whose head is out, without waiting: soon, and before anything that
+    the exchange then sends."""
 
     @property
     def blocked(self) -> bool:
@@ -35,6 +35,10 @@ class Pipe(Protocol):
 
     def write(self, before: bytes, text: bytes, after: bytes) -> None:
         """Three pieces that belong together. Only while it isn't blocked."""
+        ...
+
+    def take(self) -> bytes:
+        """What hasn't been sent, for somebody else to send."""
         ...
 
 
@@ -63,6 +67,7 @@ class Exchange:
         self._send = send
         self._closes = closes
         self.more_headers: Callable[[], Sequence[Header]] = tuple  # asked for at the start
+        self._pipe: Pipe | None = None
         self._body_read = False
         self.request_id = self.own_id
         given = self.header(b"x-request-id")
@@ -150,20 +155,24 @@ class Exchange:
         """Some events of a stream; the first call sends the headers."""
         if not self.status:
             await self._start(200, _STREAM_HEADERS)
+        elif self._pipe is not None:
+            chunk = self._pipe.take() + chunk
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def end_stream(self, chunk: bytes) -> None:
         """The last events."""
         if not self.status:
             await self._start(200, _STREAM_HEADERS)
+        elif self._pipe is not None:
+            chunk = self._pipe.take() + chunk
         await self._finish(chunk)
 
     def pipe(self) -> Pipe | None:
         """The way for further events of this stream past ASGI; None where there is none."""
         if self.status != 200 or self.complete:
             return None
-        pipe: Pipe = self._scope["extensions"]["pdcluster.pipe"]()
-        return pipe
+        self._pipe = self._scope["extensions"]["pdcluster.pipe"]()
+        return self._pipe
 
     def abort(self) -> None:
         """Cuts the connection: for a client that doesn't read what it asked for."""

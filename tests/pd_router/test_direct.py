@@ -3,13 +3,14 @@ to be known but its text, in order with all others, and JSON whatever the text i
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pd_router import http
 from pd_router.text import TextStack
 from tests import client
 from tests.pd_router.http_rig import MODEL, Rig, go, rig, tiny_bundle
@@ -94,6 +95,80 @@ def test_choices_stay_apart() -> None:
             await response.close()
 
     go(scenario())
+
+
+def test_an_answers_end_takes_along_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the router rests between two passes over its clients: a minute here."""
+    monkeypatch.setattr(http, "REST_RATIO", 1e12)
+    monkeypatch.setattr(http, "LONGEST_REST_S", 60.0)
+
+    async def scenario() -> None:
+        async with rig() as r:
+            asking = asyncio.create_task(ask(r))
+            generation = await r.sessions.generation()
+            a, b, c = r.tokens("abc")
+            generation.emit(a)
+            response = await asking
+            events = response.events()
+            assert await texts(events, 1) == ["a"]
+            generation.emit(b)
+            assert await texts(events, 1) == ["b"]  # nothing went before it: no rest
+            for token in (c, a, b):
+                generation.emit(token)
+            generation.emit(2, "stop")
+            generation.done()
+            assert await texts(events, 3) == ["c", "a", "b"]
+            rest = [data async for _, data in events]
+            assert json.loads(rest[0])["choices"][0]["finish_reason"] == "stop"
+            assert rest[1:] == ["[DONE]"]
+            await response.close()
+
+    go(scenario())
+
+
+class PlayedLoop:
+    """Notes when callbacks are due."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.due: list[tuple[float, Callable[[], None]]] = []
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.due.append((self.now, callback))
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.due.append((self.now + delay_s, callback))
+
+
+@pytest.mark.parametrize(
+    ("took_s", "pause_s", "rest_s"),
+    [
+        (0.0, 0.0, 0.0),
+        (0.0002, 0.0, 0.002),
+        (0.0002, 0.0015, 0.0005),  # of the rest
+        (0.0002, 0.02, 0.0),  # which is long over
+        (5.0, 0.0, 0.01),  # the longest
+    ],
+)
+def test_a_rest_is_as_long_as_what_went_before(
+    took_s: float, pause_s: float, rest_s: float
+) -> None:
+    loop: Any = PlayedLoop()
+
+    class SlowPipe:
+        def flush(self) -> None:
+            loop.now += took_s
+
+    flusher, pipe = http.Flusher(loop, lambda: loop.now), cast("http.Pipe", SlowPipe())
+    flusher.add(pipe)
+    (first,) = loop.due
+    assert first[0] == loop.now
+    loop.due.clear()
+    first[1]()
+    loop.now += pause_s
+    flusher.add(pipe)
+    (second,) = loop.due
+    assert second[0] == pytest.approx(loop.now + rest_s)
 
 
 @given(st.lists(st.integers(0, 520)))
