@@ -34,7 +34,6 @@ from tests.simulation.worker import ROUTER, Worker, Wrong
 
 _BEGIN = 1000.0
 _QUIET_S = 45.0  # after the last request all must have come free: longer than any wait
-_READY_ROUNDS = 100
 _SLACK_S = 0.2
 _FREED_S = 0.25  # a client that leaves frees everything within, while all live
 # What a client may be told when things go wrong. Not: that it asked something invalid, or
@@ -371,19 +370,12 @@ class World:
         return all(client.end for client in self.clients)
 
     def _all_free(self) -> bool:
-        return self.clock.now > _BEGIN + 6.0 and not any(w.busy() for w in self.workers.values())
-
-    def _run_what_is_ready(self) -> None:
-        """Who waits for a task that has just failed hears of it."""
-        for _ in range(_READY_ROUNDS):
-            ready = [loop for loop in self._loops() if loop.due() <= self.clock.now]
-            if not ready:
-                return
-            for loop in ready:
-                loop.run_once()
+        """And nobody has something to do: to hear of a task that failed, or what was late."""
+        if self.clock.now <= _BEGIN + 6.0 or any(w.busy() for w in self.workers.values()):
+            return False
+        return all(loop.due() > self.clock.now for loop in self._loops())
 
     def _judge(self) -> None:
-        self._run_what_is_ready()
         self._check()
         for loop in self._loops():
             failed = loop.failed_tasks()
