@@ -105,11 +105,11 @@ class DiskSlots:
 
     @property
     def gone(self) -> bool:
-        """Somebody deleted the file, or put another in its place. The open one goes on, and
-        nobody would find it after a restart."""
+        """Somebody deleted the file, put another in its place, or barred the way to it. The
+        open one goes on, and nobody would find it after a restart."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._file))
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:
             return True
 
     def remake(self) -> None:
