@@ -128,8 +128,14 @@ def fields(root: Path) -> str:
     crd = yaml.safe_load((root / _CRD).read_text())
     [version] = crd["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]["properties"]
-    spec = list(_walk(schema["spec"], "spec"))
-    prefill = {(one.path.removeprefix("spec.prefill"), one.kind) for one in spec}
+    rules = _rules(schema["spec"], "spec")
+    whole = Field("spec", "object", "", _text(schema["spec"], rules.get("spec", [])))
+    spec = [whole, *_walk(schema["spec"], "spec", rules)]
+    prefill = {
+        (one.path.removeprefix("spec.prefill"), one.kind, one.text)
+        for one in spec
+        if one.path.startswith("spec.prefill")
+    }
     shown = [one for one in spec if not _as_prefill(one, prefill)]
     lines = [
         "# Fields of a PDCluster",
@@ -139,27 +145,42 @@ def fields(root: Path) -> str:
         "field must obey is refused with these words at `kubectl apply` and by `pdcluster "
         "validate`.",
     ]
-    for title, rows in (("spec", shown), ("status", list(_walk(schema["status"], "status")))):
+    for title, rows in (("spec", shown), ("status", list(_walk(schema["status"], "status", {})))):
         lines += ["", f"## {title}", "", "| field | type | default | what |", "|---|---|---|---|"]
         lines += [f"| `{f.path}` | {f.kind} | {f.default} | {f.text} |" for f in rows]
     return "\n".join([*lines, ""])
 
 
-def _as_prefill(field: Field, prefill: set[tuple[str, str]]) -> bool:
+def _as_prefill(field: Field, prefill: set[tuple[str, str, str]]) -> bool:
     for pool in _POOLS:
-        for root in ("spec", "status"):
-            start = f"{root}.{pool}."
-            if field.path.startswith(start):
-                return (f".{field.path.removeprefix(start)}", field.kind) in prefill
+        start = f"spec.{pool}."
+        if field.path.startswith(start):
+            return (f".{field.path.removeprefix(start)}", field.kind, field.text) in prefill
     return False
 
 
-def _walk(schema: dict[str, Any], path: str) -> Iterator[Field]:
+def _walk(schema: dict[str, Any], path: str, rules: dict[str, list[str]]) -> Iterator[Field]:
     for name, part in schema.get("properties", {}).items():
+        bare = f"{path}.{name}"
         inner = part.get("items", part) if part.get("type") == "array" else part
-        here = f"{path}.{name}" + ("[]" if inner is not part else "")
-        yield Field(here, _kind(part), _default(part), _text(part))
-        yield from _walk(inner, here)
+        here = bare + ("[]" if inner is not part else "")
+        said = [rule for place in dict.fromkeys((bare, here)) for rule in rules.get(place, [])]
+        yield Field(here, _kind(part), _default(part), _text(part, said))
+        yield from _walk(inner, here, rules)
+
+
+def _rules(schema: dict[str, Any], path: str) -> dict[str, list[str]]:
+    """What is said of each field, by the rules of whatever it is in."""
+    found: dict[str, list[str]] = {}
+    for rule in schema.get("x-kubernetes-validations", ()):
+        if "message" in rule:
+            found.setdefault(path + rule.get("fieldPath", ""), []).append(rule["message"])
+    for name, part in schema.get("properties", {}).items():
+        for there, said in _rules(part, f"{path}.{name}").items():
+            found.setdefault(there, []).extend(said)
+    if "items" in schema:
+        found |= _rules(schema["items"], f"{path}[]")
+    return found
 
 
 def _kind(part: dict[str, Any]) -> str:
@@ -179,10 +200,7 @@ def _default(part: dict[str, Any]) -> str:
     return f"`{part['default']}`".replace("True", "true").replace("False", "false")
 
 
-def _text(part: dict[str, Any]) -> str:
-    rules = [
-        rule["message"] for rule in part.get("x-kubernetes-validations", ()) if "message" in rule
-    ]
+def _text(part: dict[str, Any], rules: list[str]) -> str:
     return _cell(" ".join([part.get("description", ""), *(f"*{rule}*" for rule in rules)]).strip())
 
 

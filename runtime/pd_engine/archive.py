@@ -192,6 +192,7 @@ class Archive:
                 if now - tidied >= self._policy.tidy_s:
                     tidied = now
                     self._tidy(now)
+                    await self._look_for_the_file()
                 await self._spill(now)
             except Exception:
                 log.exception("keeping KV failed; it goes on")
@@ -256,6 +257,37 @@ class Archive:
         if slot is not None:  # whatever is written there next waits in the same thread
             self._thread.submit(disk.slots.erase, slot).add_done_callback(_erased)
 
+    async def _look_for_the_file(self) -> None:
+        """A disk's file that somebody deleted is made again; what was in it is lost."""
+        if self._disk is None:
+            return
+        slots, loop = self._disk.slots, asyncio.get_running_loop()
+        # In the thread, in turn with reads: those that have begun end with the old file.
+        if not await loop.run_in_executor(self._thread, lambda: slots.gone):
+            return
+        lost = self._lose(self._disk)
+        if lost or not self._broken:
+            self._metrics.archive_failure(DISK)
+            log.error("%s was deleted, and %d blocks of KV with it", slots.path, lost)
+        try:
+            await loop.run_in_executor(self._thread, slots.remake)
+        except OSError as error:
+            if not self._broken:
+                log.error("KV can't be kept on disk, and isn't until it can: %s", error)
+            self._broken = True
+            return
+        self._lose(self._disk)  # what was being read before
+        self._broken = False
+        log.info("%s is made again", slots.path)
+
+    def _lose(self, disk: _Store[DiskSlots]) -> int:
+        """Forgets what is on disk, but for what is read right now; how much that was."""
+        had = list(disk.shelf)
+        for key in had:
+            disk.shelf.drop(key)
+        self._note(*had)
+        return len(had)
+
     async def _spill(self, now: float) -> None:
         """Writes what will leave host memory next to disk, a few blocks."""
         if self._host is None or self._disk is None:
@@ -291,6 +323,9 @@ class Archive:
         except OSError as error:
             host.shelf.unpin(key)
             disk.shelf.abandon(slot)
+            if isinstance(error, FileNotFoundError):
+                await self._look_for_the_file()
+                return False
             self._metrics.archive_failure(DISK)
             if not self._broken:
                 log.error("KV can't be kept on disk, and isn't until it can: %s", error)
@@ -306,6 +341,7 @@ class Archive:
         """Before the end: what is in host memory alone goes to disk, used last first."""
         if self._host is None or self._disk is None:
             return
+        await self._look_for_the_file()
         until = time.monotonic() + within_s
         pool = self._scheduler.pool
         while pool.fresh and (now := time.monotonic()) < until:

@@ -547,16 +547,18 @@ class EngineCore:
     # ---- drain, stop, health ------------------------------------------------------------
 
     async def drain(self, timeout_s: float) -> bool:
-        """Takes nothing new and waits for what runs; True when all of it ended in time."""
+        """Takes nothing new and waits for what runs, copies too; True when all ended in time."""
         self.draining = True
         self.scheduler.drain()
         until = time.monotonic() + timeout_s
         while (self._live or self.sharing.busy) and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        finished = not self._live
+        finished = not (self._live or self.sharing.busy)
+        why = "the worker's drain timeout is over"
         for key, live in list(self._live.items()):
-            self._refuse(live, FailureKind.DRAINING, "the worker's drain timeout is over")
+            self._refuse(live, FailureKind.DRAINING, why)
             self._cancel(key)
+        self.sharing.end_all(Failure(FailureKind.DRAINING, why))
         return finished
 
     async def stop(self) -> None:

@@ -65,7 +65,9 @@ class Metrics:
         self._restored = counter("kv_restored_tokens", "Tokens whose KV came back", "store")
         self._restore = seconds("kv_restore", "Reading a request's KV back into the pool")
         self._declined = counter("kv_restores_declined", "Computing was faster", "store")
-        self._archive_failures = counter("kv_store_failures", "Writes and reads", "store")
+        self._archive_failures = counter(
+            "kv_store_failures", "Writes, reads, and files that were deleted", "store"
+        )
         self._copied = counter(
             "kv_copied_tokens", "Prefix tokens copied to or from others", "direction", "outcome"
         )

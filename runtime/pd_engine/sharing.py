@@ -197,6 +197,13 @@ class Sharing:
         else:
             plane.cancel_import(key)
 
+    def end_all(self, why: Failure) -> None:
+        """What is under way is given up, and whoever asked is told why."""
+        for key, copy in list(self._live.items()):
+            copy.outbox.put(wire.failed_event(copy.handle, why))
+            copy.outbox.flush()
+            self.cancel(key)
+
     def close_stream(self, number: int) -> None:
         for key in [key for key in self._live if key[0] == number]:
             self.cancel(key)

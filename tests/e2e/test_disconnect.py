@@ -1,6 +1,6 @@
 """A client that hangs up, at each stage of its request: queued, prefilling, transferring,
-decoding. Everything of it is free at both workers within a second, and the next request
-isn't kept waiting.
+decoding, whichever way KV goes. Everything of it is free at both workers within a second, and
+the next request isn't kept waiting.
 
 Chunks of one token make prefill slow enough to be caught in the middle.
 """
@@ -22,8 +22,10 @@ LONG = 1800  # tokens; several seconds of prefill here
 POOL_TOKENS = 2048
 
 
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["shm", "tcp", "nixl"])
+def slow(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, request: pytest.FixtureRequest
+) -> Iterator[Cluster]:
     """Prefill goes token by token; decode has room for one long request, and doesn't guess,
     which would bring that to its end before the test has looked."""
     decode = {"kvCacheTokens": POOL_TOKENS, "speculation": {"method": "none"}}
@@ -31,6 +33,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Clus
         model,
         prefill={"replicas": 1, "engine": {"chunkTokens": 1}},
         decode={"replicas": 1, "engine": decode},
+        kvTransfer={"transport": request.param},
         router={"routing": {"disaggregate": "always"}},
     )
     with serving(made, tmp_path_factory.mktemp("slow")) as running:

@@ -1,4 +1,4 @@
-"""Faults that users of such systems have met, through the whole system: 1, 3 to 7, 10, 13 to 15,
+"""Faults that users of such systems have met, through the whole system: 1, 3 to 7, 10, 13 to 16,
 19 and 20 of the list in tests/README.md, which names the tests of the others.
 """
 
@@ -55,14 +55,25 @@ def tight(
 
 
 @pytest.fixture(scope="module")
+def flip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """While this file is there, decode's next push has a bit that is another."""
+    return tmp_path_factory.mktemp("flip") / "asked"
+
+
+@pytest.fixture(scope="module")
 def cluster(
-    model: Path, transport: str, tmp_path_factory: pytest.TempPathFactory
+    model: Path, root: Path, transport: str, flip: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """One prefill and one decode worker; prompts always go from one to the other."""
+    # What begins like a path is looked for among the pod's mounts.
+    path = f":{root / 'tests' / 'e2e' / 'flipping'}:{root}"
+    values = {"PYTHONPATH": path, "PD_TEST_FLIP": f"/./{flip}"}
+    env = [{"name": name, "value": value} for name, value in values.items()]
+    decode = {"spec": {"containers": [{"name": "engine", "env": env}]}}
     made = spec(
         model,
         prefill={"replicas": 1},
-        decode={"replicas": 1},
+        decode={"replicas": 1, "template": decode},
         router={"routing": {"disaggregate": "always"}},
         kvTransfer={"transport": transport},
     )
@@ -246,6 +257,32 @@ def test_logprobs_of_the_first_token_survive_the_hand_over(cluster: Cluster, ref
     want = reference.logprobs(content["prompt"], new)
     assert found["token_logprobs"] == pytest.approx(want, abs=1e-3)
     assert all(found["top_logprobs"])
+
+
+# ---- 16: a bit on its way ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 300])
+def test_a_flipped_bit_is_detected_retried_and_counted(
+    cluster: Cluster, reference: Reference, flip: Path, at: int
+):
+    """In a prompt of one push, and among the pushes of a long one."""
+
+    def failures() -> float:
+        samples = cluster.metrics(cluster.pod("decode"))["pdcluster_engine_failures_total"]
+        return sum(n for labels, n in samples.items() if ("kind", "transfer_failed") in labels)
+
+    def retries() -> float:
+        router = cluster.metrics(cluster.pod("router"))
+        return sum(router["pdcluster_router_retries_total"].values())
+
+    before = failures(), retries()
+    content = body(text_of(10 + at, number=1600 + at), 16)
+    flip.touch()
+    assert text(cluster, content) == expected(reference, content)
+    assert not flip.exists()
+    assert (failures(), retries()) == (before[0] + 1, before[1] + 1)
+    cluster.until_settled()
 
 
 # ---- 19: a burst that gives up ---------------------------------------------------------------

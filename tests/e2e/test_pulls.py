@@ -64,7 +64,7 @@ def copied(cluster: Cluster, pool: str, name: str, direction: str) -> float:
     return sum(n for labels, n in samples.items() if wanted.items() <= dict(labels).items())
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
 def test_prefill_that_lost_its_cache_pulls_from_decode(
     deep: Path, its_reference: Reference, tmp_path: Path, paced: dict[str, Any], transport: str
 ) -> None:
@@ -95,10 +95,12 @@ def test_prefill_that_lost_its_cache_pulls_from_decode(
         cluster.until_settled()
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
 def test_a_worker_that_drains_is_taken_over_from(
-    deep: Path, its_reference: Reference, tmp_path: Path, paced: dict[str, Any]
+    deep: Path, its_reference: Reference, tmp_path: Path, paced: dict[str, Any], transport: str
 ) -> None:
     document = spec(deep, colocated={"replicas": 2, **paced})
+    document["spec"]["kvTransfer"] = {"transport": transport}
     with serving(document, tmp_path) as cluster:
         cluster.until(lambda: len(usable(cluster)) == 2, "both are usable")
         talk = {"session_id": "a talk"}

@@ -210,6 +210,38 @@ def test_a_full_disk_is_told_and_survived(tmp_path: Path, monkeypatch: pytest.Mo
     run(scenario())
 
 
+@pytest.mark.parametrize("noticed_by", ["a look", "a write", "the end"])
+def test_a_disks_file_that_is_deleted_is_made_again(noticed_by: str, tmp_path: Path) -> None:
+    """Lost is what it alone held; what host memory has is written anew."""
+    tidy_s = 0.02 if noticed_by == "a look" else 1000.0
+    policy = replace(NOTHING_IDLE, tidy_s=tidy_s)
+
+    def failures(one: Keeper) -> float:
+        return one.counted("kv_store_failures_total", store="disk")
+
+    async def scenario() -> None:
+        async with keeper(tmp_path, host=8, policy=policy) as one:
+            await one.ask(1, PROMPT)  # 12 blocks, more than host memory holds
+            await one.until(lambda: one.archive.kept()["disk"] >= 4)
+            await one.until(lambda: not one.scheduler.pool.fresh)
+            [file] = tmp_path.iterdir()
+            file.unlink()
+            if noticed_by == "a write":
+                await one.ask(2, list(range(500, 540)))
+            if noticed_by != "the end":
+                await one.until(file.exists)
+                assert failures(one) == 1
+                await one.until(lambda: one.archive.kept()["disk"] > 0)
+            await one.ask(3, PROMPT)
+        assert failures(one) == 1
+        async with keeper(tmp_path) as again:
+            assert len(again.core.prefixes()) >= 8  # what host memory had in the end
+            await again.ask(4, PROMPT)
+            assert failures(again) == 0
+
+    run(scenario())
+
+
 def test_reading_is_left_where_computing_is_faster() -> None:
     async def scenario() -> None:
         async with keeper(speed=1e12) as one:

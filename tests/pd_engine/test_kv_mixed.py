@@ -6,6 +6,7 @@ import asyncio
 import random
 import uuid
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -318,6 +319,35 @@ def test_between_two_workers(
                 assert stats.transport == transport
                 assert stats.altered == (p.dtype != d.dtype), "then it's nothing to give on"
             assert decode.plane.connections == 1  # and the connection is used again
+
+    run(body())
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm", pytest.param("nixl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("layers", 5), ("head_dim", 8), ("model_hash", "b" * 64)]
+)
+def test_what_can_not_be_converted_is_refused_with_both_named(
+    run: Run, field: str, value: Any, transport: str
+) -> None:
+    async def body() -> None:
+        made = settings(transport)
+        p, d = layout("float32", 4), replace(layout("float32", 4), **{field: value})
+        shared, epoch = transport == "shm", str(uuid.uuid4())
+        async with kv_rig.pair(
+            made, made, layout=p, decode_layout=d, shared=shared, epoch=epoch
+        ) as (prefill, decode):
+            t = mixed(1, 41, p, d)
+            t.open(prefill, decode)
+            t.seal(prefill)
+            failure = (await prefill.told.wait("export_failed", t.key))[2]
+            assert failure.kind == FailureKind.LAYOUT_MISMATCH
+            assert f"prefill has KV of {p.describe()}" in failure.message
+            assert f"decode has {d.describe()}" in failure.message
+            assert decode.told.names(t.key) == []
+            decode.plane.cancel_import(t.key)
+            await decode.told.wait("released", t.key)
+            assert not any(decode.pool)
 
     run(body())
 

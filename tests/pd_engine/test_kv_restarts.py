@@ -1,10 +1,12 @@
-"""A thousand restarts of a peer, of either role: no descriptor, thread or shared memory is left of
-any of them, and the next one is served."""
+"""A thousand restarts of a peer, of either role: no descriptor, thread, shared memory or temporary
+file is left of any of them, and the next one is served."""
 
 import asyncio
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,27 @@ SETTLED = 20
 """After so many, whatever is made once has been made."""
 
 
-def holdings() -> tuple[int, int, int]:
-    """Descriptors, threads, and mappings of pools in shared memory."""
+Holdings = tuple[int, ...]
+
+
+def holdings() -> Holdings:
+    """Descriptors, threads, mappings of shared memory (pools, and what UCX makes), and temporary
+    files."""
     gc.collect()
-    mappings = Path("/proc/self/maps").read_text().count("memfd:pdcluster-kv")
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), mappings
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mappings = sum("memfd:" in line or "/dev/shm/" in line or "/SYSV" in line for line in lines)
+    counts = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
+    return *counts, mappings, len(os.listdir(tempfile.gettempdir()))
 
 
-async def no_more_than(before: tuple[int, int, int]) -> None:
+@pytest.fixture(autouse=True)
+def own_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other processes aren't counted."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+async def no_more_than(before: Holdings) -> None:
     async with asyncio.timeout(WAIT_S):
         while any(now > then for now, then in zip(holdings(), before, strict=True)):
             await asyncio.sleep(0.01)
@@ -56,15 +71,17 @@ async def half_a_transfer(number: int, prefill: Worker, decode: Worker) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl"])
 @pytest.mark.parametrize("restarted", ["prefill", "decode"])
 def test_nothing_is_left_of_a_thousand_incarnations(
     run: Callable[[Coroutine[Any, Any, None], float], None], restarted: str, transport: str
 ) -> None:
     async def body() -> None:
+        # For the loop's calls that block, so that the rest can be counted.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         role = "decode" if restarted == "prefill" else "prefill"
         stays = await made(role, transport, epoch())
-        before, port = (0, 0, 0), 0
+        before, port = holdings(), 0
         for number in range(1, RESTARTS + 1):
             # Where it is known, and at times elsewhere.
             comes = await made(restarted, transport, epoch(), port=port if number % 5 else 0)

@@ -1,6 +1,7 @@
 """Slots on disk: what was written is read, and nothing else ever is."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,46 @@ def test_a_folder_has_one_worker(tmp_path: Path) -> None:
         open_slots(tmp_path)
     disk.close()
     open_slots(tmp_path).close()
+
+
+@pytest.mark.parametrize("how", ["the file", "its folder", "by another"])
+def test_a_file_that_was_deleted_is_made_again(how: str, tmp_path: Path) -> None:
+    disk = open_slots(tmp_path / "kv")
+    disk.write(1, KEY, block(7))
+    assert not disk.gone
+    match how:
+        case "the file":
+            disk.path.unlink()
+        case "its folder":
+            shutil.rmtree(tmp_path / "kv")
+        case _:
+            other = open_slots(tmp_path / "other")
+            other.write(0, OTHER, block(8))
+            other.close()
+            os.replace(other.path, disk.path)
+    assert disk.gone
+    with pytest.raises(FileNotFoundError, match="deleted"):
+        disk.write(2, OTHER, block(9))
+    disk.remake()
+    assert not disk.gone
+    assert not list(disk.scan())
+    disk.write(2, OTHER, block(9))
+    disk.close()
+    again = open_slots(tmp_path / "kv")
+    assert [(found.slot, found.key) for found in again.scan()] == [(2, OTHER)]
+    again.close()
+
+
+def test_a_file_that_another_worker_has_by_now_is_left_to_it(tmp_path: Path) -> None:
+    disk = open_slots(tmp_path)
+    disk.path.unlink()
+    other = open_slots(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="a folder of its own"):
+        disk.remake()
+    assert disk.gone
+    assert len(os.listdir("/proc/self/fd")) == before
+    other.close()
+    disk.remake()
+    assert not disk.gone
+    disk.close()

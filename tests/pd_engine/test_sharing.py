@@ -6,6 +6,7 @@ what came quantized isn't given on.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 
 from pd_core.failures import FailureKind
 from pd_core.kv import prefix_hashes
-from pd_engine.archive import Stores
+from pd_engine.archive import Archive, Stores
 from pd_engine.kv.slots import HostSlots
 from pd_proto.v1 import engine_pb2 as pb
-from tests.pd_engine.core_rig import Engine, generate, hand_over, pair, prefill
+from tests.pd_engine.core_rig import DEADLINE_S, Engine, generate, hand_over, pair, prefill
 from tests.pd_engine.fake_runner import LAYOUT, reference
 from tests.pd_engine.test_archive import NOTHING_IDLE, SLOW_PREFILL, Keeper
 
@@ -242,6 +243,72 @@ def test_a_worker_that_drains_gives_and_doesnt_take() -> None:
             assert (await d.event_of_failure(2)).kind == FailureKind.DRAINING
             assert (await copy(d, p, pull(3, PROMPT))).kv_bytes > 0
             assert await d.core.drain(5.0)
+
+    asyncio.run(run())
+
+
+def test_a_drain_waits_for_copies_that_come() -> None:
+    async def run() -> None:
+        async with pair() as (p, d):
+            await only_at_decode(p, d)
+            asked = pull(2, PROMPT)
+            p.send(pull=asked)
+            granted = await p.event("granted", 2)
+            draining = asyncio.create_task(p.core.drain(DEADLINE_S))
+            await p.until(lambda: p.core.draining)
+            d.send(share=share(asked, granted, "epoch-prefill"))
+            assert await draining
+            assert (await p.event("committed", 2)).kv_bytes > 0
+            assert not p.core.sharing.busy
+            await all_idle(p, d)
+
+    asyncio.run(run())
+
+
+def test_a_drain_waits_for_copies_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what is asked for must be read back first."""
+    reading, go_on = threading.Event(), threading.Event()
+    real = Archive._read
+
+    def held(self: Archive, *arguments: Any) -> Any:
+        reading.set()
+        assert go_on.wait(30)
+        return real(self, *arguments)
+
+    async def run() -> None:
+        async with beyond_the_pool() as (p, d):
+            monkeypatch.setattr(Archive, "_read", held)
+            asked = pull(2, PROMPT)
+            p.send(pull=asked)
+            granted = await p.event("granted", 2)
+            d.send(share=share(asked, granted, "epoch-prefill"))
+            await d.until(reading.is_set)
+            draining = asyncio.create_task(d.core.drain(DEADLINE_S))
+            await d.until(lambda: d.core.draining)
+            assert not draining.done()
+            go_on.set()
+            assert await draining
+            assert (await p.event("committed", 2)).kv_bytes > 0
+            await all_idle(p, d)
+
+    asyncio.run(run())
+
+
+def test_copies_that_outlast_the_drain_end_in_words() -> None:
+    """What was set aside for them is free, and nothing is given on any more."""
+
+    async def run() -> None:
+        async with pair() as (p, d):
+            await only_at_decode(p, d)
+            asked = pull(2, PROMPT)
+            p.send(pull=asked)
+            granted = await p.event("granted", 2)
+            assert not await p.core.drain(0.1)
+            assert (await p.event_of_failure(2)).kind == FailureKind.DRAINING
+            await all_idle(p)
+            d.send(share=share(asked, granted, "epoch-prefill"))
+            assert (await d.event_of_failure(2)).kind == FailureKind.TRANSFER_FAILED
+            await all_idle(p, d)
 
     asyncio.run(run())
 

@@ -291,6 +291,18 @@ def another_prefix_is_given() -> list[Change]:
     return [(Copies, "pin", pin)]
 
 
+def copy_kept_under_other_names() -> list[Change]:
+    """A copy's blocks join the prefix cache in another order than they came in."""
+    real = Copies.attach
+
+    def attach(self: Any, key: Any) -> None:
+        incoming = self._held.incoming[key]
+        self._held.incoming[key] = replace(incoming, hashes=incoming.hashes[::-1])
+        real(self, key)
+
+    return [(Copies, "attach", attach)]
+
+
 def no_send_deadline() -> list[Change]:
     """P waits for ever for a target that takes nothing, and for its verdict."""
     return [(Exports, "_expire", _always([]))]
@@ -324,6 +336,7 @@ MUTANTS: dict[str, Callable[[], list[Change]]] = {
         copy_read_while_others_write,
         copy_without_quarantine,
         another_prefix_is_given,
+        copy_kept_under_other_names,
     )
 }
 

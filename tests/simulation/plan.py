@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from random import Random
 
+from pd_core.kv import prefix_hashes
 from pd_router.types import GenerateRequest, Sampling
-from tests.simulation.model import LAYOUT, VOCAB, reference
+from tests.simulation.model import LAYOUT, VOCAB, fingerprints, reference
 
 _ALPHABET = 50  # few tokens: prompts share prefixes only where they are meant to
 
@@ -49,6 +50,7 @@ class Plan:
     asks: tuple[Ask, ...] = ()
     upsets: tuple[Upset, ...] = ()
     pulls: bool = False  # whatever a worker lacks of a prompt is copied from one that has it
+    taken_over: bool = False  # and decode workers compute prompts themselves
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -71,7 +73,21 @@ class Plan:
             f"{len(self.asks)} requests; faults {self.kv_fault_rate:g} a KV frame, "
             f"{self.rpc_fault_rate:g} a message, {len(self.upsets)} upsets"
             f"{'; prefixes are copied' if self.pulls else ''}"
+            f"{', also between decode workers' if self.taken_over else ''}"
         )
+
+
+def blocks_by_hash(made: Plan, block_tokens: int) -> dict[bytes, list[int]]:
+    """What each whole block of its conversations holds."""
+    found: dict[bytes, list[int]] = {}
+    for ask in made.asks:
+        for said in ask.expected:
+            tokens = (*ask.request.token_ids, *said)
+            prints = fingerprints(tokens)
+            names = prefix_hashes(tokens, block_tokens, ask.request.cache_salt)
+            for number, name in enumerate(names):
+                found[name] = prints[number * block_tokens : (number + 1) * block_tokens]
+    return found
 
 
 def plan(seed: int) -> Plan:
@@ -80,9 +96,11 @@ def plan(seed: int) -> Plan:
     prefills, decodes = random.choice(((1, 1), (1, 2), (2, 1), (2, 2), (3, 2)))
     boths = int(random.random() < 0.15)
     asks = tuple(_asks(random))
-    pulls = seed % 3 == 1
+    pulls, taken_over = seed % 3 == 1, seed % 9 == 4
+    if taken_over:
+        decodes = 2
     if pulls:
-        asks = _with_next_turns(Random(seed ^ 0x70), asks)
+        asks = _with_next_turns(Random(seed ^ 0x70), asks, named=taken_over)
     block_tokens = dict.fromkeys(("prefill", "decode", "both"), LAYOUT.block_tokens)
     if seed % 5 == 2:  # hand-overs are converted
         block_tokens |= {"prefill": random.choice((2, 3, 4, 8)), "decode": random.choice((3, 8))}
@@ -109,6 +127,7 @@ def plan(seed: int) -> Plan:
         rpc_fault_rate=random.choice((0.0, 0.0, 0.05, 0.25)) if faults else 0.0,
         asks=asks,
         pulls=pulls,
+        taken_over=taken_over,
     )
     if not faults:
         return made
@@ -134,8 +153,9 @@ def _asks(random: Random) -> list[Ask]:
     return [_ask(random, number, common) for number in range(random.choice((1, 2, 3, 5, 8)))]
 
 
-def _with_next_turns(random: Random, asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
-    """Most conversations go on, when routers may have heard of what workers keep of them."""
+def _with_next_turns(random: Random, asks: tuple[Ask, ...], named: bool) -> tuple[Ask, ...]:
+    """Most conversations go on, when routers may have heard of what workers keep of them.
+    `named`: they have a session by then, whose worker needn't be the one that knows them."""
     more: list[Ask] = []
     for ask in asks[:3]:  # a world that is too full says little
         old = ask.request
@@ -151,6 +171,7 @@ def _with_next_turns(random: Random, asks: tuple[Ask, ...]) -> tuple[Ask, ...]:
             sampling=Sampling(max_tokens=5, temperature=0.0),
             deadline_s=12.0,
             cache_salt=old.cache_salt,
+            session=old.request_id.encode() if named else b"",
         )
         at_s = ask.at_s + random.choice((0.5, 1.2, 2.5)) + random.random()
         more.append(Ask(request, at_s, None, (reference(prompt, 5, 0),)))

@@ -27,7 +27,7 @@ from pd_engine.wire import kv_format
 from pd_proto.v1 import engine_pb2 as pb
 from tests.simulation.loop import Clock, VirtualLoop
 from tests.simulation.model import LAYOUT, Guesses, SimRunner, fingerprints
-from tests.simulation.plan import Plan
+from tests.simulation.plan import Plan, blocks_by_hash
 
 LEASE_S = 6.0
 _ORPHANED_S = 3.0
@@ -160,6 +160,8 @@ class Worker:
             draft_tokens=plan.draft_tokens,
         )
         scheduler = Scheduler(config, self.pool, Guesses)
+        if plan.pulls:
+            self._watch_copies(scheduler)
         metrics: Any = NoMetrics()
         core = WatchedCore(settings, scheduler, self.runner, metrics)
         core.counted = self.on_committed
@@ -232,6 +234,21 @@ class Worker:
         return future
 
     # ---- judgement -----------------------------------------------------------------------
+
+    def _watch_copies(self, scheduler: Scheduler) -> None:
+        """What joins the prefix cache as a copy is what its hashes say."""
+        right = blocks_by_hash(self._plan, self.layout.block_tokens)
+        attach = scheduler.copies.attach
+
+        def watched(key: RequestKey) -> None:
+            names = scheduler._held.incoming[key].hashes
+            attach(key)
+            for name in names:
+                block = self.pool.block_of(name)
+                if block is None or not self.runner.holds([block], right[name]):
+                    raise Wrong(f"{self.name}: a copy of another prefix, or of none, is kept")
+
+        scheduler.copies.attach = watched
 
     def _check_write(self, block: int) -> None:
         owners = self.pool._owners[block]

@@ -23,7 +23,7 @@ from pd_router import link, pulling, session, workers
 from pd_router.admission import Admission, AdmissionConfig
 from pd_router.moves import WalkConfig
 from pd_router.pulls import PullRules
-from pd_router.routing import Routing
+from pd_router.routing import Disaggregate, Routing
 from pd_router.session import Sessions
 from pd_router.workers import Workers, WorkersConfig
 from tests.simulation.kvnet import KvNet
@@ -148,17 +148,21 @@ class Router:
             decode_wait_s=4.0,
             worker_wait_s=5.0,
         )
-        mode = random.choice(("always", "always", "auto"))  # auto often has decode do it all
+        mode: Disaggregate = random.choice(
+            ("always", "always", "auto")
+        )  # auto often has decode do it all
         routing = Routing(policy=random.choice(POLICIES), disaggregate=mode)
         if world.plan.pulls:
-            routing = Routing(disaggregate=mode, pulls=_any_copy(world.plan.seed))
+            routing = _copying(world.plan, mode)
         self.sessions = Sessions(known, admission, walk, routing=routing)
 
 
-def _any_copy(seed: int) -> PullRules:
-    """Whatever it is predicted to gain, and for little time, some, or longer than workers wait."""
-    limit_s = (0.02, 0.3, 10.0)[seed // 3 % 3]
-    return PullRules(most_of_computing=inf, least_gain_s=-inf, least_limit_s=limit_s)
+def _copying(made: Plan, mode: Disaggregate) -> Routing:
+    """Whatever a copy is predicted to gain, and for little time, some, or longer than workers
+    wait."""
+    limit_s = (0.02, 0.3, 10.0)[made.seed // 3 % 3]
+    rules = PullRules(most_of_computing=inf, least_gain_s=-inf, least_limit_s=limit_s)
+    return Routing(disaggregate="never" if made.taken_over else mode, pulls=rules)
 
 
 class World:
@@ -337,10 +341,14 @@ class World:
             self.workers[host] = self._start(host, number)
 
     @property
-    def pulled(self) -> int:
-        """Requests whose prompt began with a copy from another worker."""
+    def pulled(self) -> list[tuple[str, str]]:
+        """From whom and to whom, for each request whose prompt began with a copy."""
         lines = (c.generation.timeline for c in self.clients if c.generation is not None)
-        return sum(line.pulled_tokens > 0 for line in lines)
+        return [
+            (line.pulled_from, line.prefill_worker or line.decode_worker)
+            for line in lines
+            if line.pulled_tokens
+        ]
 
     # ---- judgement ------------------------------------------------------------------------
 
@@ -362,7 +370,10 @@ class World:
         return all(client.end for client in self.clients)
 
     def _all_free(self) -> bool:
-        return self.clock.now > _BEGIN + 6.0 and not any(w.busy() for w in self.workers.values())
+        """And nobody has something to do: to hear of a task that failed, or what was late."""
+        if self.clock.now <= _BEGIN + 6.0 or any(w.busy() for w in self.workers.values()):
+            return False
+        return all(loop.due() > self.clock.now for loop in self._loops())
 
     def _judge(self) -> None:
         self._check()

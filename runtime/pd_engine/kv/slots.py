@@ -78,25 +78,48 @@ class DiskSlots:
         self._stride = disk_slot_bytes(block_bytes)
         self._layout = layout_hash.encode()[:16].ljust(16, b"\0")
         self.slots = slots
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.path = folder / f"kv-{layout_hash}.slots"
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = self._open()
+
+    def _open(self) -> int:
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._claim()
+            self._claim(file)
             for other in folder.glob("kv-*.slots"):
                 if other != self.path:
                     other.unlink()
-            os.ftruncate(self._file, slots * self._stride)
+            os.ftruncate(file, self.slots * self._stride)
         except BaseException:
-            os.close(self._file)
+            os.close(file)
             raise
+        return file
 
-    def _claim(self) -> None:
+    def _claim(self, file: int) -> None:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             message = "another worker keeps its KV there; give each worker a folder of its own"
             raise OSError(errno.EBUSY, message, str(self.path)) from error
+
+    @property
+    def gone(self) -> bool:
+        """Somebody deleted the file, put another in its place, or barred the way to it. The
+        open one goes on, and nobody would find it after a restart."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._file))
+        except OSError:
+            return True
+
+    def remake(self) -> None:
+        """A new file instead of one that is `gone`, with nothing in it that is known here.
+        OSError when it can't be had; then the old one stays open."""
+        file = self._open()
+        os.close(self._file)
+        self._file = file
+        for found in list(self.scan()):  # somebody else's file of our layout
+            self.erase(found.slot)
 
     def scan(self) -> Iterator[Found]:
         """Slots with a sound header, in no order. Their blocks are checked when read."""
@@ -109,7 +132,10 @@ class DiskSlots:
             yield Found(slot, key, max(0, now - written_ns) / 1e9)
 
     def write(self, slot: int, key: bytes, block: memoryview) -> None:
-        """OSError when the disk is full or broken; then the slot holds nothing."""
+        """OSError when the disk is full or broken, or the file `gone`; then the slot holds
+        nothing."""
+        if self.gone:
+            raise FileNotFoundError(errno.ENOENT, "the file was deleted", str(self.path))
         self.erase(slot, keep_block=True)
         offset = slot * self._stride
         _write_all(self._file, block, offset + _PAGE)
