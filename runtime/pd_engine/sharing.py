@@ -57,6 +57,7 @@ class _Copy:
     tokens: int
     outgoing: bool
     moving: bool = True  # the plane has it
+    had_tokens: int = 0  # of an incoming one: that were here already
 
 
 class Sharing:
@@ -97,9 +98,11 @@ class Sharing:
             return
         if reserved.complete:
             host.scheduler.copies.attach(key)
-            copy.outbox.put(pb.Event(committed=pb.Committed(handle=copy.handle)))
+            nothing_new = pb.Committed(handle=copy.handle, cached_tokens=copy.tokens)
+            copy.outbox.put(pb.Event(committed=nothing_new))
             copy.outbox.flush()
             return
+        copy.had_tokens = reserved.prefix_blocks * host.scheduler.pool.block_tokens
         self._live[key] = copy
         ask = message.id
         grant = plane.open_import(
@@ -261,6 +264,7 @@ class Sharing:
             kv_bytes=stats.kv_bytes,
             transfer_s=stats.transfer_s,
             transport=stats.transport,
+            cached_tokens=copy.had_tokens,
         )
         copy.outbox.put(pb.Event(committed=committed))
         copy.outbox.flush()

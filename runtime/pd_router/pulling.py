@@ -79,11 +79,17 @@ class Pulling:
     def _note(self, pull: Pull, end: Over) -> None:
         line = self._timeline
         line.pull_s += end.took_s
-        line.pulled_from = pull.holder.name
         if not end.why:
-            line.pulled_tokens += pull.new_tokens
+            # Of what was to be copied, all or some may have come there by another way meanwhile.
+            copied = pull.tokens - max(end.had_tokens, pull.tokens - pull.new_tokens)
+            line.pulled_tokens += max(0, copied)
             line.pulled_bytes += end.kv_bytes
+            if copied > 0:
+                line.pulled_from = pull.holder.name
+            else:
+                line.reason += "; nothing was copied: all of it was there already"
             return
+        line.pulled_from = pull.holder.name
         line.pulls_failed += 1
         if end.broken:
             self._workers.broken.failed(pull.holder, pull.target, time.monotonic())

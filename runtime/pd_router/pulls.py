@@ -78,6 +78,11 @@ class Pull:
     limit_s: float  # it's given up then
 
     @property
+    def tokens(self) -> int:
+        """Of the prompt's beginning that the target has then."""
+        return self.blocks * self.block_tokens
+
+    @property
     def reason(self) -> str:
         return (
             f"{self.new_tokens} tokens pulled from {self.holder.name}: "

@@ -41,6 +41,7 @@ class Over:
     took_s: float
     why: str = ""
     broken: bool = False
+    had_tokens: int = 0  # that the target had by then
 
 
 PullAction = AskTarget | AskHolder | Close | Over
@@ -71,7 +72,9 @@ class PullWalk:
         """The target has the copy: of what the holder says nobody needs to hear any more."""
         if self.ended:
             return []
-        return [*self._close(cancel=False), self._over(now, event.kv_bytes)]
+        over = Over(event.kv_bytes, now - self._began, had_tokens=event.cached_tokens)
+        self.ended = True
+        return [*self._close(cancel=False), over]
 
     def failed(self, *, target: bool, failure: Failure, now: float) -> list[PullAction]:
         """One side has given up, or is lost: the other is told."""
@@ -80,7 +83,7 @@ class PullWalk:
         del self._open[target]
         closed: list[PullAction] = [Close(target, cancel=False)]
         broken = failure.kind is not FailureKind.NO_CAPACITY  # that may pass in a moment
-        over = self._over(now, why=failure.message, broken=broken)
+        over = self._failed(now, failure.message, broken=broken)
         return [*closed, *self._close(cancel=True), over]
 
     def tick(self, now: float) -> list[PullAction]:
@@ -88,7 +91,7 @@ class PullWalk:
         if self.ended or now < self.due:
             return []
         why = f"it took longer than {self._pull.limit_s:.3f} s"
-        return [*self._close(cancel=True), self._over(now, why=why, broken=True)]
+        return [*self._close(cancel=True), self._failed(now, why, broken=True)]
 
     def cancel(self) -> list[PullAction]:
         """The request wants it no more."""
@@ -99,6 +102,6 @@ class PullWalk:
         sides, self._open = self._open, {}
         return [Close(target, cancel) for target in sides]
 
-    def _over(self, now: float, kv_bytes: int = 0, why: str = "", *, broken: bool = False) -> Over:
+    def _failed(self, now: float, why: str, *, broken: bool) -> Over:
         self.ended = True
-        return Over(kv_bytes, now - self._began, why, broken)
+        return Over(0, now - self._began, why, broken)

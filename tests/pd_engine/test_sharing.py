@@ -128,7 +128,10 @@ def test_only_what_is_missing_is_sent() -> None:
             assert first.kv_bytes == 4 * p.runner.layout.block_bytes
             assert rest.kv_bytes == 6 * p.runner.layout.block_bytes
             p.send(pull=pull(4, PROMPT))
-            assert (await p.event("committed", 4)).kv_bytes == 0
+            nothing = await p.event("committed", 4)
+            assert nothing.kv_bytes == 0
+            had = [one.cached_tokens for one in (first, rest, nothing)]
+            assert had == [0, 16, 40]
             await all_idle(p, d)
 
     asyncio.run(run())

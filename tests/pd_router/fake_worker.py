@@ -123,6 +123,7 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         self.gates: dict[str, asyncio.Event] = {}  # by stage: grant, prefill, commit, decode
         self.drop_prefilled = False
         self.eos_at: int | None = None
+        self.holds: set[bytes] = set()  # blocks that no router has heard of
         self.silent = False  # takes commands and steps no more, but its heartbeats go on
         self.refusals: list[str] = []
         self.load = pb.Load(kv_blocks=kv_blocks, kv_free=kv_blocks)
@@ -393,6 +394,12 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         await self._pass("pull")
         if self._refused("pull", stream, message.handle):
             return
+        if self._had(message) == len(message.hashes):
+            stream.copies.discard(message.handle)
+            cached = len(message.hashes) * BLOCK_TOKENS
+            done = pb.Committed(handle=message.handle, cached_tokens=cached)
+            stream.replies.put_nowait(pb.Event(committed=done))
+            return
         grant = f"pull-{next(self.kv.numbers)}".encode()
         self.kv.pulls[grant] = (self, stream, message)
         granted = pb.Granted(handle=message.handle, grant=grant)
@@ -410,8 +417,17 @@ class FakeWorker(engine_pb2_grpc.WorkerServicer):
         if asked.handle in its_stream.copies:
             its_stream.copies.discard(asked.handle)
             target.gained += asked.hashes
-            done = pb.Committed(handle=asked.handle, kv_bytes=1 << 20, transfer_s=0.001)
+            done = pb.Committed(
+                handle=asked.handle,
+                kv_bytes=1 << 20,
+                transfer_s=0.001,
+                cached_tokens=target._had(asked) * BLOCK_TOKENS,
+            )
             its_stream.replies.put_nowait(pb.Event(committed=done))
+
+    def _had(self, message: pb.Pull) -> int:
+        """How many blocks of a copy are here."""
+        return len(list(itertools.takewhile(self.holds.__contains__, message.hashes)))
 
     def _refused(self, stage: str, stream: _Stream, handle: int) -> bool:
         """Cancelled meanwhile, or told to fail."""

@@ -56,6 +56,23 @@ def test_a_prompt_is_computed_when_its_copy_is_there() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(("had", "copied", "holder"), [(96, 12, "d-0"), (99, 0, "")])
+def test_what_was_there_already_was_not_copied(had: int, copied: int, holder: str) -> None:
+    """Prefill has blocks that the router hasn't heard of yet: of 99 so many."""
+
+    async def test(r: Rig, p: FakeWorker, d: FakeWorker) -> None:
+        p.holds = set(d.known_prefix(PROMPT)[:had])
+        _, sink, generation = r.start(prompt=PROMPT)
+        await sink.wait()
+        line = generation.timeline
+        assert (line.pulled_from, line.pulled_tokens) == (holder, copied)
+        assert bool(line.pulled_bytes) is bool(copied)
+        assert ("nothing was copied" in line.reason) is not bool(copied)
+        assert len(d.seen.shares) == bool(copied)
+
+    run(test)
+
+
 @pytest.mark.parametrize("stage", ["pull", "share"])
 @pytest.mark.parametrize("kind", [FailureKind.NO_CAPACITY, FailureKind.TRANSFER_FAILED])
 def test_a_copy_that_fails_is_computed(stage: str, kind: FailureKind) -> None:

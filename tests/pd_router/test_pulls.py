@@ -234,10 +234,10 @@ def test_a_copy_that_comes_in_time() -> None:
     walk = PullWalk(PULL, 10.0)
     assert walk.start() == [AskTarget()]
     assert walk.granted(GRANT) == [AskHolder(GRANT)]
-    assert walk.committed(Committed((), kv_bytes=5), 10.25) == [
+    assert walk.committed(Committed((), cached_tokens=16, kv_bytes=5), 10.25) == [
         Close(True, cancel=False),
         Close(False, cancel=False),
-        Over(5, 0.25),
+        Over(5, 0.25, had_tokens=16),
     ]
     assert walk.ended
     assert walk.tick(11.0) == walk.failed(target=True, failure=LOST, now=11.0) == []
