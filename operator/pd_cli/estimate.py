@@ -35,13 +35,21 @@ _GPU_FLOPS = 0.5 * 989e12
     show_default=True,
     help="Of the KV on the wire.",
 )
-@click.option("--dtype", help="Of the KV, where it isn't the config's.")
+@click.option(
+    "--dtype", help="Of the KV, where it isn't the config's: bfloat16, float16, float32, …"
+)
 @click.option(
     "--prefill-rate",
     type=click.FloatRange(min=0, min_open=True),
     help="Tokens a second that prefill computes.",
 )
-@click.option("--chunk", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens.")
+@click.option(
+    "--chunk",
+    type=click.IntRange(min=0),
+    default=512,
+    show_default=True,
+    help="Tokens; 0 computes the prompt whole.",
+)
 @outputs.option
 @click.option("--json", "as_json", is_flag=True, hidden=True, help="As `--output json`.")
 def command(
@@ -59,6 +67,8 @@ def command(
 
     Rates are nominal ones; what a link really carries is less.
     """
+    from dataclasses import replace
+
     from pd_core import estimate as core
 
     try:
@@ -73,6 +83,10 @@ def command(
     assumed = prefill_rate is None and parameters is not None
     if prefill_rate is None and parameters is not None:
         prefill_rate = _GPU_FLOPS / (2 * parameters)
+    chunk = chunk or prompt
+    if kv.latent and quantization != "none":
+        quantization = "none"
+        kv = replace(kv, notes=(*kv.notes, "latent KV is never quantized"))
     size = core.kv_bytes(kv, prompt, quantization)
     found: list[tuple[Link, Estimate | None]] = [(link, None) for link in links]
     if prefill_rate is not None:
@@ -82,7 +96,8 @@ def command(
             for link in links
         ]
     if as_json or output == outputs.JSON:
-        outputs.document(_document(kv, prompt, quantization, size, prefill_rate, found))
+        asked = {"model": model, "chunk_tokens": chunk}
+        outputs.document(asked | _document(kv, prompt, quantization, size, prefill_rate, found))
         return
     click.echo(f"{model}: {kv.describe()}, {kv.token_bytes:,} B a token")
     plain = "" if quantization == "none" else f" in {quantization}"
@@ -162,6 +177,8 @@ def _document(
         for link, made in found
     }
     return {
+        "layers": kv.layers,
+        "dtype": kv.dtype,
         "token_bytes": kv.token_bytes,
         "prompt_tokens": prompt,
         "quantization": quantization,

@@ -47,7 +47,7 @@ def say(said: Iterable[str], name: str, last: int, output: str) -> None:
     """Prints the last decisions about NAME that these lines hold; ends with 1 without any."""
     found = _of(said, name)
     if not found:
-        why = "pools without scaling.mode SLO have none, nor have routers that tell nothing yet"
+        why = "only pools with scaling.mode SLO have any, from their first look at the load on"
         click.echo(f"no decision about {name}: {why}", err=True)
         sys.exit(1)
     _print(found, last, output)

@@ -219,6 +219,30 @@ def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> N
         watch(lambda: [("127.0.0.1", port) for port in ports], every, once, output)
 
 
+@main.command()
+@click.argument("name")
+@click.option("--id", "request_id", help="Of an answer (`id`), or as x-request-id has it.")
+@click.option("--last", type=click.IntRange(1, 100), default=1, show_default=True,
+              help="So many requests, the latest first.")  # fmt: skip
+@outputs.option
+@_with_access
+@click.pass_obj
+def requests(kubectl: Kubectl, name: str, request_id: str | None, last: int, output: str) -> None:
+    """Show what happened to requests of NAME: each step, where, how long; what carried the KV."""
+    from pd_cli.requests import show
+    from pd_cli.top import NothingToSee
+
+    with ExitStack() as stack:
+        ports = [
+            stack.enter_context(kubectl.forwarded(pod, _ADMIN_PORT))
+            for pod in _routers(kubectl, name)
+        ]
+        try:
+            show([("127.0.0.1", port) for port in ports], request_id, last, output)
+        except NothingToSee as error:
+            raise click.ClickException(str(error)) from None
+
+
 @main.command(name="open")
 @click.argument("name")
 @outputs.option

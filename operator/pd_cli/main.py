@@ -9,6 +9,7 @@ _COMMANDS = {
     "up": ("pd_cli.up", "Run a PDCluster on this machine, in the foreground."),
     "status": ("pd_cli.show", "Show the PDClusters that run on this machine."),
     "top": ("pd_cli.top", "Watch a PDCluster live in a terminal."),
+    "requests": ("pd_cli.requests", "Show what happened to requests, step by step."),
     "validate": ("pd_cli.validate", "Check a PDCluster file."),
     "estimate": ("pd_cli.estimate", "Estimate the size and the hand-over of a prompt's KV."),
     "explain": ("pd_cli.explain", "Say why a PDCluster's pools have the sizes that they have."),

@@ -210,8 +210,10 @@ class _Session:
         except (document.BadFile, InvalidCluster) as error:
             report(file, error)
             click.echo(f"{file}: not applied; what runs stays as it is", err=True)
+            local.refuse(str(error))
             self._unsettled = True
             return
+        local.refuse("")
         if local.document() is not before:
             self._terminal.line(f"{file}: changed, applying")
             self._unsettled = True

@@ -30,6 +30,9 @@ def command(name: str | None, output: str) -> None:
     click.echo(_clusters(states))
     for line in () if name else _why_not_ready(states):
         click.echo(line)
+    for state in states:
+        if why := state.get("refused"):
+            click.echo(f"{state['name']}: {state['file']} has changed and isn't applied: {why}")
     if name:
         if page := states[0].get("live_page"):
             click.echo(f"\nlive page: {page}")

@@ -31,7 +31,7 @@ def command(name: str | None, url: str | None, every: float, once: bool, output:
     NAME may be left out when only one PDCluster runs on this machine. For one on Kubernetes:
     kubectl port-forward deployment/NAME-router 9090, then --url http://localhost:9090.
     """
-    watch(lambda: [place(url)] if url else _running(name), every, once, output)
+    watch(lambda: [place(url)] if url else find(name), every, once, output)
 
 
 def watch(places: Find, every: float, once: bool, output: str) -> None:
@@ -60,7 +60,7 @@ async def _watch(places: Find, every: float, once: bool, output: str) -> None:
         outputs.document(state)
         return
     console = Console()
-    latencies = {"ttft": Latency(), "itl": Latency()}
+    latencies = {"ttft": Latency(once), "itl": Latency(once)}
 
     def drawn(found: dict[str, Any]) -> Any:
         for key, latency in latencies.items():
@@ -107,7 +107,8 @@ def place(url: str, port: int = _ADMIN_PORT) -> Place:
     return parts.hostname, parts.port or port
 
 
-def _running(name: str | None) -> Sequence[Place]:
+def find(name: str | None) -> Sequence[Place]:
+    """The admin ports of a PDCluster on this machine; NothingToSee unless it is one."""
     return admins(running_state(name))
 
 

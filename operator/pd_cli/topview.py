@@ -41,13 +41,15 @@ def quantile(
 class Latency:
     """One latency over time, look by look; bounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, whole: bool = False) -> None:
+        """`whole`: of all that routers have seen, for whoever looks only once."""
+        self._whole = whole
         self._looks: deque[Sequence[float]] = deque(maxlen=WINDOW + 1)
         self.points: deque[tuple[float | None, float | None]] = deque(maxlen=HISTORY)
 
     def look(self, distribution: Mapping[str, Sequence[float]]) -> None:
         counts = distribution["counts"]
-        self._looks.append(counts)
+        self._looks.append([0.0] * len(counts) if self._whole else counts)
         found = (
             quantile(distribution["bounds"], self._looks[0], counts, share) for share in (0.5, 0.99)
         )
@@ -57,6 +59,8 @@ class Latency:
         """The last values, and how p99 went."""
         half, most = self.points[-1] if self.points else (None, None)
         words = f"{name:<5} p50 {seconds(half):>8}  p99 {seconds(most):>8}  "
+        if self._whole:
+            return Text(f"{words}since the routers' start")
         return Text(words) + Text(sparks([one for _, one in self.points]), style="cyan")
 
 
@@ -79,7 +83,7 @@ def screen(
         (state["model"], "bold"), "  ", health, f"  waiting in the router: "
         f"{state['queued']['requests']}  router: {state['router']}",
     )  # fmt: skip
-    workers = _workers(state["workers"])
+    workers = _workers(state["workers"], width)
     lines = [one.line(name.upper()) for name, one in latencies.items()]
     why = _sizes(state.get("sizes", {}), width)
     left = max(3, height - workers.row_count - len(lines) - len(why) - 8)
@@ -105,13 +109,13 @@ def _clock(time: str) -> str:
         return time
 
 
-def _workers(workers: Sequence[Mapping[str, Any]]) -> Table:
+def _workers(workers: Sequence[Mapping[str, Any]], width: int) -> Table:
     table = _table("pool", "worker", "state", "queue>", "batch>", "waits>", "tokens left>", "KV")
     for one in sorted(workers, key=_place):
         state = Text(one["state"], "green" if one["usable"] else "red")
         table.add_row(
             one["role"], one["worker"], state, str(one["queued"]), str(one["running"]),
-            str(one["waiting_grants"]), str(one["pending_tokens"]), _kv(one["kv_share"]),
+            str(one["waiting_grants"]), str(one["pending_tokens"]), _kv(one["kv_share"], width),
         )  # fmt: skip
     return table
 
@@ -124,7 +128,9 @@ def _place(worker: Mapping[str, Any]) -> tuple[int, list[int | str]]:
     return _ORDER.index(worker["role"]), parts
 
 
-def _kv(share: float) -> str:
+def _kv(share: float, width: int) -> str:
+    if width < _WIDE:
+        return f"{share:.0%}"
     full = round(share * _BAR)
     return f"{'█' * full}{'░' * (_BAR - full)} {share:>4.0%}"
 

@@ -26,6 +26,7 @@ def command(file: Path, output: str) -> None:
     """
     from pd_cli import document, session
     from pd_operator import api
+    from pd_operator.local import support
 
     found: dict[str, Any] = {"file": str(file), "name": None, "valid": False}
     try:
@@ -36,7 +37,8 @@ def command(file: Path, output: str) -> None:
         lines = [f"{file}: {one}" for one in error.errors]
         _refuse(output, found, _plain(error.errors), lines)
     doubts = api.doubts(cluster)
-    lines = [f"{file}: note: {one}" for one in doubts]
+    idle = support.notes(cluster)
+    lines = [f"{file}: note: {one}" for one in (*doubts, *idle)]
     lacking: Sequence[FieldError] = ()
     try:
         session.check_here(cluster)
@@ -45,7 +47,9 @@ def command(file: Path, output: str) -> None:
         lines += [f"{file}: this machine can't run it: {one}" for one in lacking]
     if output == outputs.JSON:
         found |= {"name": cluster.name, "valid": True, "errors": []}
-        outputs.document({**found, "notes": _plain(doubts), "lackingHere": _plain(lacking)})
+        outputs.document(
+            {**found, "notes": _plain([*doubts, *idle]), "lackingHere": _plain(lacking)}
+        )
         return
     click.echo(f"{file}: PDCluster {cluster.name} is valid")
     for line in lines:

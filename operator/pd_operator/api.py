@@ -133,6 +133,13 @@ def doubts(cluster: Cluster) -> list[FieldError]:
             "longer prompts are refused, answers end there; write as many, or a smaller maxModelLen"
         )
         found.append(FieldError(f"spec.{pool.role}.engine.kvCacheTokens", problem, remedy))
+    if cluster.kv_quantization != "none" and cluster.transport == "auto":
+        problem = (
+            f"is {cluster.kv_quantization}, which is for KV that goes over a network, and "
+            "transport auto takes shared memory between processes of one machine"
+        )
+        remedy = "KV is as it was computed there; write transport: tcp to have it quantized always"
+        found.append(FieldError("spec.kvTransfer.quantization", problem, remedy))
     return found
 
 

@@ -96,11 +96,13 @@ def vector_bytes(width: int, element_bytes: int, quantization: str, *, by_channe
 
 
 def kv_bytes(kv: ModelKv, tokens: int, quantization: str = "none") -> int:
-    """What a prompt of so many tokens is on the wire, without the frames' heads (below 0.1%)."""
+    """What a prompt of so many tokens is on the wire, without the frames' heads (below 0.1%).
+    Latent KV is never quantized."""
     if tokens < 0:
         raise ValueError(f"{tokens} tokens")
     element = ELEMENT_BYTES[kv.dtype]
-    keys_by_channel = quantization == "int4" and not kv.latent
+    quantization = "none" if kv.latent and quantization in QUANTIZATIONS else quantization
+    keys_by_channel = quantization == "int4"
     value = vector_bytes(kv.width, element, quantization, by_channel=False)
     key = vector_bytes(kv.width, element, quantization, by_channel=keys_by_channel)
     return round(tokens * kv.vectors * (key + value) / 2)

@@ -85,6 +85,7 @@ class Refill:
 
     loan: Loan
     sources: tuple[str, ...]
+    of: str  # the request, as the log names it
     reading: bool = False  # the thread may write the loan's blocks
     over: bool = False  # nobody waits for it any more
 
@@ -370,9 +371,9 @@ class Archive:
         end = len(request.token_ids) - (request.mode is not Mode.IMPORT)
         return tuple(prefix_hashes(request.token_ids[:end], size, request.cache_salt))
 
-    def find(self, hashes: tuple[bytes, ...], tokens: int) -> Refill | None:
-        """What to bring back for a request that begins with these blocks; None where that's
-        nothing, where it wouldn't pay, or where there's no room."""
+    def find(self, hashes: tuple[bytes, ...], tokens: int, of: str) -> Refill | None:
+        """What to bring back for a request that begins with these blocks, which the log names
+        `of`; None where that's nothing, where it wouldn't pay, or where there's no room."""
         sources: list[str] = []
         end = 0  # behind the last one that isn't in the pool
         for place, key in enumerate(hashes):
@@ -384,7 +385,7 @@ class Archive:
             sources.append(source)
             end = place + 1
         loan = self._scheduler.lend(hashes[:end], tokens) if sources else None
-        return None if loan is None else Refill(loan, tuple(sources))
+        return None if loan is None else Refill(loan, tuple(sources), of)
 
     def _pays(self, source: str) -> bool:
         layout = self._memory.layout
@@ -454,12 +455,12 @@ class Archive:
             if self._disk is not None:
                 self._forget(self._disk, key)
         for store, size in done.moved.items():
-            self._learn(store, size, done.took_s[store])
+            self._learn(store, size, done.took_s[store], refill.of)
         refill.reading = False
         if refill.over:
             self._scheduler.repay(loan)
 
-    def _learn(self, store: str, size: int, took_s: float) -> None:
+    def _learn(self, store: str, size: int, took_s: float, of: str) -> None:
         """How fast it is, and what came of it."""
         layout = self._memory.layout
         speed = size / max(took_s, 1e-9)
@@ -467,7 +468,8 @@ class Archive:
         tokens = size // layout.block_bytes * layout.block_tokens
         self._metrics.restored(store, tokens, took_s)
         log.info(
-            "restored tokens=%d from=%s seconds=%.4f; computing them takes about %.4f",
+            "restored request=%s tokens=%d from=%s seconds=%.4f; computing them takes about %.4f",
+            of,
             tokens,
             store,
             took_s,

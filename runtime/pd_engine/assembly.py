@@ -5,6 +5,7 @@ import logging
 import mmap
 import os
 import resource
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +107,12 @@ def load(settings: Settings, progress: Progress = unheard) -> Loaded:
     return Loaded(runner, pool, bundle, guides, stores, certificates, tokens)
 
 
+_STORES = {
+    "host": "engine.retention.hostMemory (--kv-host-bytes)",
+    "disk": "engine.retention.disk (--kv-disk-bytes)",
+}
+
+
 def _drafter(runner: Runner) -> Callable[[list[int]], Drafter]:
     if runner.draft is None:
         return PromptLookup
@@ -122,20 +129,35 @@ def _stores(settings: Settings, layout: KvLayout) -> Stores:
     ):
         if 0 < given < least:
             raise ValueError(
-                f"--kv-{name}-bytes={given} holds no KV block of {least} bytes; give it more, or 0"
+                f"{_STORES[name]} is {given} bytes, and one KV block takes {least}; "
+                f"write more, or leave it out"
             )
     if settings.kv_host_bytes:
         free = free_host_bytes()
         if settings.kv_host_bytes > free:
             raise ValueError(
-                f"{settings.kv_host_bytes >> 20} MiB of host memory for KV, and {free >> 20} MiB"
-                f" are free; give the worker more memory or KV less"
+                f"{_STORES['host']} is {settings.kv_host_bytes >> 20} MiB, and {free >> 20} MiB "
+                f"of memory are free; give the worker more, or write less"
             )
         stores.host = HostSlots(settings.kv_host_bytes // size, size)
     if settings.kv_disk_bytes:
         folder, slots = Path(settings.kv_disk_folder), settings.kv_disk_bytes // disk_size
+        _check_disk(folder, settings.kv_disk_bytes)
         stores.disk = DiskSlots(folder, slots, size, layout.layout_hash)
     return stores
+
+
+def _check_disk(folder: Path, wanted: int) -> None:
+    """ValueError when the disk could never hold so much. What is kept there already counts as
+    room: it's of these bytes."""
+    at = next((one for one in (folder, *folder.parents) if one.is_dir()), Path("/"))
+    kept = sum(one.stat().st_blocks * 512 for one in folder.glob("*") if one.is_file())
+    free = shutil.disk_usage(at).free + kept
+    if wanted > free:
+        raise ValueError(
+            f"{_STORES['disk']} is {wanted >> 20} MiB, and {free >> 20} MiB are free on the disk "
+            f"of {folder}; give it a larger one, or write less"
+        )
 
 
 def _guides(bundle: pb.TokenizerBundle, runner: Runner) -> Guides | None:

@@ -48,7 +48,9 @@ class Intake:
         found = Needs(request)
         if self.archive is not None:
             found.hashes = self.archive.hashes(request)
-            found.refill = self.archive.find(found.hashes, len(request.token_ids))
+            found.refill = self.archive.find(
+                found.hashes, len(request.token_ids), request.request_id
+            )
         if request.sampling.grammar and self.guides is not None:
             found.guide = self.guides.known(request.sampling.grammar)
             found.to_compile = found.guide is None

@@ -56,6 +56,7 @@ class _Copy:
     handle: int
     tokens: int
     outgoing: bool
+    of: str  # the request that it's for
     moving: bool = True  # the plane has it
     had_tokens: int = 0  # of an incoming one: that were here already
 
@@ -84,7 +85,7 @@ class Sharing:
     def pull(self, key: RequestKey, outbox: Outbox, message: pb.Pull) -> None:
         """Sets blocks aside for a copy, and says so; or that it has the prefix, or no room."""
         host, hashes = self._host, tuple(message.hashes)
-        copy = _Copy(outbox, message.handle, self._tokens(hashes), outgoing=False)
+        copy = _Copy(outbox, message.handle, self._tokens(hashes), False, message.id.request)
         plane = self._plane(key, copy, hashes)
         if plane is None:
             return
@@ -128,7 +129,8 @@ class Sharing:
     def share(self, key: RequestKey, outbox: Outbox, message: pb.Share) -> None:
         """Sends a copy, from the pool or from what is kept beyond it."""
         hashes = tuple(message.hashes)
-        copy = _Copy(outbox, message.handle, self._tokens(hashes), outgoing=True, moving=False)
+        tokens, of = self._tokens(hashes), message.id.request
+        copy = _Copy(outbox, message.handle, tokens, True, of, moving=False)
         plane = self._plane(key, copy, hashes)
         if plane is None:
             return
@@ -136,7 +138,7 @@ class Sharing:
             return
         self._live[key] = copy
         archive = self._host.intake.archive
-        refill = archive.find(hashes, copy.tokens) if archive is not None else None
+        refill = archive.find(hashes, copy.tokens, copy.of) if archive is not None else None
         if refill is None:
             self._send(key, copy, hashes, message)
             return

@@ -490,6 +490,9 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record.stream is None and silent_s > self.config.forget_s:
             self._remove(record.view.id, f"silent for {silent_s:.0f} s")
             return
+        if record.stream is None and record.draining and not record.link.bound:
+            self._remove(record.view.id, "it has drained and ended")
+            return
         if silent_s > self.config.lapse_s and not record.lapsed:
             record.lapsed = True
             self._move_on(record, f"no heartbeat for {silent_s:.1f} s")

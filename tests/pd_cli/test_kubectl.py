@@ -91,16 +91,14 @@ def kubectl(tmp_path: Path) -> Played:
 
 
 @contextmanager
-def router(document: dict[str, Any]) -> Iterator[int]:
+def router(document: dict[str, Any], path: str = "/debug/state") -> Iterator[int]:
     """A router's admin port on this machine."""
     ports: list[int] = []
     there, over = threading.Event(), threading.Event()
 
     async def serve() -> None:
         page = json.dumps(document).encode()
-        async with web.serving(
-            {("127.0.0.1", 0): {"/debug/state": lambda: web.Page(page)}}
-        ) as found:
+        async with web.serving({("127.0.0.1", 0): {path: lambda: web.Page(page)}}) as found:
             ports.extend(found)
             there.set()
             await asyncio.to_thread(over.wait, 60)
@@ -219,6 +217,15 @@ def test_top_goes_through_forwarded_ports(kubectl: Played) -> None:
     assert "d-10" in done.stdout, done.stderr
     forwards = [line for line in kubectl.asked if "port-forward" in line]
     assert forwards == ["port-forward pod/r-0 :9090"]
+
+
+@pytest.mark.slow
+def test_requests_go_through_forwarded_ports(kubectl: Played) -> None:
+    with router({"requests": []}, "/debug/requests") as port:
+        kubectl.answers = {"get pods": {"items": [pod("r-0")]}, "port": port}
+        done = kubectl.pd("requests", "chat")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "knows nothing of any request yet" in done.stderr
 
 
 @pytest.mark.slow

@@ -124,6 +124,17 @@ def test_a_latency_forgets() -> None:
     assert one.points[-1] == (None, None)
 
 
+def test_who_looks_once_sees_all_there_was() -> None:
+    one = topview.Latency(whole=True)
+    one.look({"bounds": [1.0, 2.0], "counts": [0, 4, 4]})
+    assert one.points[-1] == (pytest.approx(1.5), pytest.approx(1.99))
+    assert "since the routers' start" in str(one.line("TTFT"))
+
+
+def test_kv_is_said_on_narrow_terminals_too() -> None:
+    assert "50%" in drawn(state(), width=80)
+
+
 def test_sparks() -> None:
     assert topview.sparks([0.0, None, 7.0]) == "▁ █"
     assert topview.sparks([None, None]) == "  "
@@ -141,6 +152,7 @@ def test_once_from_a_forwarded_port(run) -> None:
             said = await ask
             assert said.exit_code == 0
             assert "smollm2" in said.output
+            assert "since the routers' start" in said.output
             again = [*("--url", f"127.0.0.1:{port}"), "-o", "json"]
             said = await asyncio.to_thread(CliRunner().invoke, top.command, again)
             assert json.loads(said.output)["requests"][0]["id"] == "r-1"

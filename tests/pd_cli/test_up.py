@@ -199,12 +199,15 @@ def test_a_broken_edit_leaves_what_runs(run, tmp_path: Path) -> None:
             await running.line(r"metadata\.name: changed from \"chat\" to \"other\"")
             running.file.unlink()
             await running.line(r"chat\.yaml: No such file")
+            while "isn't applied: " not in (await pdcluster(tmp_path, "status", "chat"))[1]:
+                assert running.process.returncode is None
             refusals = [line for line in running.printed if line.endswith("stays as it is")]
             await running.until(lambda: len(refusals) == 4 or running.printed[-1] in refusals)
             assert running.pids() == before
 
             running.write(document(**{"spec.decode.replicas": 2}))
             await running.until(lambda: len(serving(running, "decode")) == 2)
+            assert "isn't applied" not in (await pdcluster(tmp_path, "status", "chat"))[1]
             assert await running.stop() == 0
 
     run(scenario())

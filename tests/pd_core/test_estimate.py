@@ -116,6 +116,13 @@ def test_names_as_people_write_them(name: str, known: str) -> None:
     assert find("llama-5") is None
 
 
+def test_latent_kv_is_never_quantized() -> None:
+    kv = KNOWN_MODELS["deepseek-v3"].kv
+    assert kv_bytes(kv, 1024, "int8") == kv_bytes(kv, 1024, "int4") == kv_bytes(kv, 1024)
+    with pytest.raises(ValueError, match="int3"):
+        kv_bytes(kv, 1, "int3")
+
+
 def test_quantized_sizes() -> None:
     kv = KNOWN_MODELS["llama-2-70b"].kv
     full = kv_bytes(kv, 1024)

@@ -189,6 +189,14 @@ def test_a_whole_document() -> None:
     assert made.rollout.drain_timeout_s == 90
 
 
+def test_quantization_that_auto_may_pass_over_is_a_doubt() -> None:
+    def doubts(**transfer: str) -> list[str]:
+        return [one.path for one in api.doubts(cluster(**{"spec.kvTransfer": transfer}))]
+
+    assert doubts(quantization="int8") == ["spec.kvTransfer.quantization"]
+    assert doubts(quantization="int8", transport="tcp") == doubts(transport="auto") == []
+
+
 def test_only_names_are_immutable() -> None:
     old = cluster()
     api.check_update(old, cluster(**{"spec.model.dtype": "float32", "spec.decode.replicas": 5}))

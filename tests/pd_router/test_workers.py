@@ -227,6 +227,7 @@ def test_a_drained_worker_gets_nothing_new(run: Run) -> None:
             assert not old.seen.generates
             assert new.seen.generates
             await old.die()
+            await until(lambda: all(v.id.epoch != old.epoch for v in r.workers.views()))
             await r.add("decode", "d-0")
             assert not lost, "it had said that it goes"
 

@@ -124,6 +124,7 @@ class LocalCluster:
                 backoff=options.backoff,
             )
             self._claims = claims.pop_all()
+        self._refused = ""
         self._backend = LocalBackend(self._kubelet, self._save_soon)
         journal = Journal(self.logs / DECISIONS)
         journal.clear()  # those of an `up` before
@@ -173,6 +174,13 @@ class LocalCluster:
     def document(self) -> Manifest:
         """The object with its status; empty before the first `submit`."""
         return self._backend.documents[self._key] if self._key else {}
+
+    def refuse(self, why: str) -> None:
+        """Notes down, for whoever asks for the status, that the file as it is now isn't in
+        effect; "" when it is again."""
+        if why != self._refused:
+            self._refused = why
+            self._save_soon()
 
     def submit(self, document: Mapping[str, Any]) -> api.Cluster:
         """Takes a new version of the object. InvalidCluster: what runs stays as it is."""
@@ -262,6 +270,7 @@ class LocalCluster:
                     "file": self._options.file,
                     "url": self.url,
                     "live_page": self.live_page(),
+                    "refused": self._refused,
                     "document": document,
                     "pods": [_pod_state(pod) for pod in self._kubelet.pods],
                 }

@@ -15,6 +15,8 @@ from pd_operator.api import (
 from pd_operator.fields import FieldError
 
 _KUBERNETES = "is for Kubernetes"
+_IDLE = "has no effect on this machine"
+_HARMLESS = "it may stay there"
 
 
 def check(cluster: Cluster) -> None:
@@ -28,11 +30,11 @@ def check(cluster: Cluster) -> None:
         raise InvalidCluster(errors)
 
 
-def notes(cluster: Cluster) -> list[str]:
+def notes(cluster: Cluster) -> list[FieldError]:
     """Fields without an effect here: true on Kubernetes, and harmless."""
     found = []
     if cluster.colocate:
-        found.append("spec.kvTransfer.colocate has no effect on this machine")
+        found.append(FieldError("spec.kvTransfer.colocate", _IDLE, _HARMLESS))
     for path, template in _templates(cluster):
         for field, value in (
             ("spec.nodeSelector", template.node_selector),
@@ -44,7 +46,7 @@ def notes(cluster: Cluster) -> list[str]:
             ("spec.containers[0].resources", template.requests or template.limits),
         ):
             if value:
-                found.append(f"{path}.{field} has no effect on this machine")
+                found.append(FieldError(f"{path}.{field}", _IDLE, _HARMLESS))
     return found
 
 

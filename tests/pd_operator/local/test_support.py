@@ -74,8 +74,9 @@ def test_what_has_no_effect_is_said() -> None:
     engine = {"name": "engine", "resources": {"limits": {"memory": "8Gi"}}}
     spec = {"nodeSelector": {"zone": "a"}, "containers": [engine]}
     made = cluster(**{"spec.decode.template": {"spec": spec}})
-    assert support.notes(made) == [
-        "spec.decode.template.spec.nodeSelector has no effect on this machine",
-        "spec.decode.template.spec.containers[0].resources has no effect on this machine",
+    assert [str(one) for one in support.notes(made)] == [
+        "spec.decode.template.spec.nodeSelector: has no effect on this machine; it may stay there",
+        "spec.decode.template.spec.containers[0].resources: has no effect on this machine; "
+        "it may stay there",
     ]
     assert support.notes(cluster()) == []
