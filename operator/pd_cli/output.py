@@ -60,6 +60,11 @@ EXITS: dict[str, dict[int, str]] = {
         FAILED: "no such PDCluster, or no router answers",
         **_BAD_FLAG,
     },
+    "pdcluster requests": {
+        OK: "shown",
+        FAILED: "no such PDCluster, no router answers, or none knows of it",
+        **_BAD_FLAG,
+    },
     "pdcluster validate": {
         OK: "the file is right; this machine may still be unable to run it",
         BAD_INPUT: "the file is wrong, or a flag is",
@@ -97,6 +102,11 @@ EXITS: dict[str, dict[int, str]] = {
     "kubectl pd top": {
         OK: "looked, or ended by Ctrl-C",
         FAILED: "kubectl failed, no router is ready, or none answers",
+        **_BAD_FLAG,
+    },
+    "kubectl pd requests": {
+        OK: "shown",
+        FAILED: "kubectl failed, no router is ready, none answers, or none knows of it",
         **_BAD_FLAG,
     },
     "kubectl pd open": {

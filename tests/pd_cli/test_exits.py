@@ -27,6 +27,7 @@ CAUSED = {
     "pdcluster up": {2: ("-f", "none.yaml")},
     "pdcluster status": {0: (), 1: ("nope",), 2: ("--nope",)},
     "pdcluster top": {1: ("nope",), 2: ("--nope",)},
+    "pdcluster requests": {1: ("nope",), 2: ("--nope",)},
     "pdcluster validate": {0: ("-f", "good.yaml"), 2: ("-f", "bad.yaml")},
     "pdcluster estimate": {
         0: ("--model", "llama-2-7b", "--prompt", "9"),
@@ -46,6 +47,7 @@ CAUSED = {
     "pdcluster quickstart": {2: ("-f", "none.yaml")},
     "kubectl pd status": {1: ("nope",), 2: ("--nope",)},
     "kubectl pd top": {1: ("nope",), 2: ()},
+    "kubectl pd requests": {1: ("nope",), 2: ()},
     "kubectl pd open": {1: ("nope",), 2: ()},
     "kubectl pd explain": {1: ("nope",), 2: ()},
 }
@@ -57,6 +59,7 @@ ELSEWHERE = {
     ("pdcluster up", 0): f"{_UP}::test_ready_then_a_signal",
     ("pdcluster up", 1): _TAKEN,
     ("pdcluster top", 0): "tests/pd_cli/test_top.py::test_once_from_a_forwarded_port",
+    ("pdcluster requests", 0): "tests/pd_cli/test_requests.py::test_the_last_one_is_shown",
     ("pdcluster advise", 0): "tests/pd_cli/test_advise.py::test_an_answer_with_its_evidence",
     ("pdcluster simulate", 0): "tests/pd_cli/test_simulate.py::test_text_for_people",
     ("pdcluster profile", 0): "tests/e2e/test_profile.py::test_a_pair",
@@ -65,6 +68,7 @@ ELSEWHERE = {
     ("pdcluster quickstart", 1): _TAKEN,
     ("kubectl pd status", 0): f"{_KUBECTL}::test_status_of_one_says_what_is_wrong",
     ("kubectl pd top", 0): f"{_KUBECTL}::test_top_goes_through_forwarded_ports",
+    ("kubectl pd requests", 0): f"{_KUBECTL}::test_requests_go_through_forwarded_ports",
     ("kubectl pd open", 0): f"{_KUBECTL}::test_open_tells_where",
     ("kubectl pd explain", 0): f"{_KUBECTL}::test_explain_reads_the_operators_logs",
 }

@@ -23,6 +23,7 @@ from pd_cli.kubectl import complete
 from pd_operator import web
 from tests.documents import ROOT
 from tests.pd_cli.test_explain import lines
+from tests.pd_cli.test_requests import entry as known_request
 from tests.pd_cli.test_top import state
 
 _PLAYED = """#!{python}
@@ -221,11 +222,12 @@ def test_top_goes_through_forwarded_ports(kubectl: Played) -> None:
 
 @pytest.mark.slow
 def test_requests_go_through_forwarded_ports(kubectl: Played) -> None:
-    with router({"requests": []}, "/debug/requests") as port:
+    found = {"requests": [known_request("chatcmpl-1", 1.0)]}
+    with router(found, "/debug/requests") as port:
         kubectl.answers = {"get pods": {"items": [pod("r-0")]}, "port": port}
         done = kubectl.pd("requests", "chat")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "knows nothing of any request yet" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "What happened to chatcmpl-1" in done.stdout
 
 
 @pytest.mark.slow
