@@ -65,3 +65,15 @@ def test_links_lead_somewhere(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[a](b.md#c) [d](page.md) [e](https://example.com/x) [f](#g)")
     assert broken_links([page]) == [f"{page}: links to b.md, which isn't there"]
+
+
+def test_each_rule_stands_at_its_field() -> None:
+    page = reference.fields(reference.ROOT)
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+    disk = rows["spec.prefill.engine.retention.disk"]
+    assert "is written through host memory, of which there is none: write hostMemory" in disk
+    assert "host memory, of which" not in rows["spec.prefill.engine.retention"]
+    assert "a pool is missing" in rows["spec"]
+    assert "write slo.ttft, or mode: External" in rows["spec.prefill.scaling"]
+    assert "write slo.tpot, or mode: External" in rows["spec.decode.scaling"]
+    assert "write one of volumes" in rows["spec.router.template.spec.containers[]"]
