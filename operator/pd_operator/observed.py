@@ -45,6 +45,12 @@ class PodView:
     created: str = ""
     homeless: bool = False
     template: str = ""  # of a Deployment: which version of it
+    uid: str = ""
+
+    @property
+    def process(self) -> str:
+        """Another one after each restart, though name and address stay."""
+        return f"{self.uid or self.name}/{self.restarts}"
 
     @property
     def serves(self) -> bool:
@@ -157,6 +163,7 @@ def pod_view(item: Manifest) -> PodView:
         created=metadata.get("creationTimestamp", ""),
         homeless=_condition(status, "PodScheduled") == "False",
         template=_label(item, "pod-template-hash"),
+        uid=metadata.get("uid", ""),
     )
 
 
