@@ -97,6 +97,11 @@ class Observed:
         return len({pod.template for pod in self.routers if not pod.terminating}) > 1
 
     @property
+    def router_processes(self) -> dict[str, str]:
+        """Where each process of a router that serves is."""
+        return {pod.process: pod.ip for pod in self.routers if pod.serves and pod.ip}
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """Pods of all pools that there are to be and aren't."""
         return tuple(name for item in self.sets for name in item.missing)
