@@ -19,9 +19,11 @@ from pd_router.queues import FairQueue, Ticket
 
 __all__ = ["Admission", "AdmissionConfig", "Outlook", "Ticket", "Verdict"]
 
-_AHEAD_SHARE = 0.5
+_AHEAD_SHARE = 0.25
 """Of the tightest goal for the first token: so much work may wait at the workers, where
 nobody overtakes. The rest waits here, in the order of classes and shares."""
+_OWN_SHARE = 0.05
+"""Of a class's goal: what its own computing may take. Who waits here leaves that much too."""
 _MOST_RETRY_AFTER_S = 60
 
 
@@ -162,7 +164,7 @@ class Admission:
         answer is worth less than its place."""
         if sla.ttft_s is None:
             return self.config.queue_wait_s
-        left_s = max(sla.ttft_s - self._ahead_s, sla.ttft_s * _AHEAD_SHARE)
+        left_s = (1 - _OWN_SHARE) * sla.ttft_s - self._ahead_s
         return min(self.config.queue_wait_s, left_s)
 
     def _has_room(self, outlook: Outlook) -> bool:
