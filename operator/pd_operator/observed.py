@@ -45,6 +45,12 @@ class PodView:
     created: str = ""
     homeless: bool = False
     template: str = ""  # of a Deployment: which version of it
+    uid: str = ""
+
+    @property
+    def process(self) -> str:
+        """Another one after each restart, though name and address stay."""
+        return f"{self.uid or self.name}/{self.restarts}"
 
     @property
     def serves(self) -> bool:
@@ -89,6 +95,11 @@ class Observed:
     def routers_roll(self) -> bool:
         """There are routers of two versions."""
         return len({pod.template for pod in self.routers if not pod.terminating}) > 1
+
+    @property
+    def router_processes(self) -> dict[str, str]:
+        """Where each process of a router that serves is."""
+        return {pod.process: pod.ip for pod in self.routers if pod.serves and pod.ip}
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -157,6 +168,7 @@ def pod_view(item: Manifest) -> PodView:
         created=metadata.get("creationTimestamp", ""),
         homeless=_condition(status, "PodScheduled") == "False",
         template=_label(item, "pod-template-hash"),
+        uid=metadata.get("uid", ""),
     )
 
 

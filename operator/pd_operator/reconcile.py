@@ -289,7 +289,7 @@ class Reconciler:
         unsaid_s = await self._write_pools(key, cluster, done, sizes)
         previous, now = document.get("status", {}), status.timestamp(self._clock())
         if self._teller is not None:
-            self._teller.tell(key, _addresses(done.seen))
+            self._teller.tell(key, done.seen.router_processes)
         self._listener.pools(key, status.pool_counts(wanted, done.seen))
         lost = self._lost(key, done.seen)
         new = status.status_of(cluster, wanted, done.seen, done.plan, measured, previous, now, lost)
@@ -576,7 +576,7 @@ def router_addresses(pods: Iterable[Manifest]) -> list[str]:
 
 
 def _addresses(seen: Observed) -> list[str]:
-    return [pod.ip for pod in seen.routers if pod.serves and pod.ip]
+    return list(seen.router_processes.values())
 
 
 def _available(wanted: Desired, absent: frozenset[str]) -> Desired:

@@ -19,9 +19,14 @@ from pd_router.queues import FairQueue, Ticket
 
 __all__ = ["Admission", "AdmissionConfig", "Outlook", "Ticket", "Verdict"]
 
-_AHEAD_SHARE = 0.5
+_AHEAD_SHARE, _MOST_AHEAD_SHARE = 0.25, 0.5
 """Of the tightest goal for the first token: so much work may wait at the workers, where
 nobody overtakes. The rest waits here, in the order of classes and shares."""
+_LEAST_AHEAD_S = 0.04
+"""Less would leave workers idle until somebody looks again who may go; where half of the goal
+is less, that."""
+_OWN_SHARE = 0.05
+"""Of a class's goal: what its own computing may take. Who waits here leaves that much too."""
 _MOST_RETRY_AFTER_S = 60
 
 
@@ -64,7 +69,7 @@ class Admission:
         self._limits = RateLimits(self.config.promises.limit_of)
         self._displaced: list[str] = []
         ttft_s = self.config.promises.tightest_ttft_s
-        self._ahead_s = math.inf if ttft_s is None else ttft_s * _AHEAD_SHARE
+        self._ahead_s = math.inf if ttft_s is None else _ahead_s(ttft_s)
 
     @property
     def running(self) -> int:
@@ -162,7 +167,7 @@ class Admission:
         answer is worth less than its place."""
         if sla.ttft_s is None:
             return self.config.queue_wait_s
-        left_s = max(sla.ttft_s - self._ahead_s, sla.ttft_s * _AHEAD_SHARE)
+        left_s = (1 - _OWN_SHARE) * sla.ttft_s - self._ahead_s
         return min(self.config.queue_wait_s, left_s)
 
     def _has_room(self, outlook: Outlook) -> bool:
@@ -199,6 +204,10 @@ class Admission:
         key = self._queue.last_below(ticket.sla.priority)
         if key is not None and self._queue.remove(key):
             self._displaced.append(key)
+
+
+def _ahead_s(goal_s: float) -> float:
+    return max(_AHEAD_SHARE * goal_s, min(_MOST_AHEAD_SHARE * goal_s, _LEAST_AHEAD_S))
 
 
 def displaced_failure() -> Failure:

@@ -40,6 +40,7 @@ _DEADLINE_MARGIN_S = 5.0
 # How long a client may take to read that its request failed.
 _LAST_WORDS_S = 5.0
 TRACE_HEADER = b"x-pdcluster-trace"
+_LEAST_S = 0.001
 _TRACED_PROMPTS = 4
 _TRACED_CANDIDATES = 8
 MAX_TOKENIZING = 64
@@ -288,6 +289,8 @@ class RouterApp:
         prompts = await tokenize(ask, stack, limits, self._texts.pool)
         record.tokenize_s = time.monotonic() - started
         samplings = [sampling_for(ask, stack, ids, limits) for ids in prompts]
+        if self._settings.hold_s and self._workers.limits() is None:
+            await self._hold(record)  # the worker that came has gone again, or takes one at a time
         run = record.run = Run(ask, stack, prompts, self._metrics, record.accepted, record.sla)
         run.inbox.on_gone = exchange.abort
         record.reply_id = f"{'chatcmpl' if ask.kind == 'chat' else 'cmpl'}-{exchange.own_id}"
@@ -308,7 +311,10 @@ class RouterApp:
         if self._held >= MAX_HELD:
             message = f"{self._held} requests wait for the first worker, no more are held."
             raise RequestFailure(FailureKind.NO_WORKERS, message)
-        hold_s = min(self._settings.hold_s, self._left(record))
+        hold_s = self._settings.hold_s
+        if hold_s:  # once more is no longer
+            elapsed_s = time.monotonic() - record.accepted
+            hold_s = max(min(hold_s - elapsed_s, self._left(record)), _LEAST_S)
         self._held += 1
         try:
             with self._metrics.holding():
@@ -317,7 +323,7 @@ class RouterApp:
                     if hold_s:
                         await self._workers.decoding()
         except TimeoutError:
-            message = f"No worker has come within {hold_s:.0f} s."
+            message = f"No worker has come within {self._settings.hold_s:.0f} s."
             raise RequestFailure(FailureKind.NO_WORKERS, message) from None
         finally:
             self._held -= 1

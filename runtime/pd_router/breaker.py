@@ -4,13 +4,15 @@ argument.
 A worker that has work and shows no sign of it for too long is late: its breaker opens,
 so it gets nothing new and its requests move on. One that fails half of its requests, by
 its own fault, gets nothing new either: failing fast it would look idle, and attract all.
-Once it shows life again, one request is let through (half open); if that one moves, or
-where failures were the reason if something is computed for it, all may come.
+Once it shows life again, one request is let through (half open); if that one is answered, or
+where failures were the reason if something is computed for it, all may come. What becomes of
+requests that were sent before tells nothing of how it is now.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from pd_router.fleet import LoadReport
 
@@ -35,20 +37,23 @@ class State(Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """One worker's breaker. `probing`: the one request of the half-open state is out."""
+    """One worker's breaker. `probe`: the one request of the half-open state that is out, or
+    chosen to go; 0: none is. Each has a number of its own."""
 
     state: State = State.CLOSED
-    probing: bool = False
+    probe: int = 0
     reason: str = ""
     faulty: bool = False  # failures opened it: only something computed closes it
     _pause_s: float = field(default=_FIRST_PAUSE_S, repr=False)
     _retry_at: float = field(default=0.0, repr=False)
+    _since: float = field(default=-inf, repr=False)  # when it last began to let any through
+    _probes: int = field(default=0, repr=False)
     _failed_at: float | None = field(default=None, repr=False)
     _outcomes: deque[float] = field(default_factory=lambda: deque(maxlen=_OUTCOMES), repr=False)
 
     @property
     def lets_through(self) -> bool:
-        return self.state is State.CLOSED or (self.state is State.HALF_OPEN and not self.probing)
+        return self.state is State.CLOSED or (self.state is State.HALF_OPEN and not self.probe)
 
     def trip(self, reason: str, now: float, *, faulty: bool = False) -> None:
         """The worker is late, or `faulty`. Each time in a row it is left alone for twice as
@@ -56,7 +61,7 @@ class Breaker:
         if self.state is not State.CLOSED:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self.state = State.OPEN
-        self.probing = False
+        self.probe = 0
         self.faulty = self.faulty or faulty
         self.reason = reason
         self._retry_at = now + self._pause_s
@@ -65,35 +70,39 @@ class Breaker:
         """A heartbeat shows that it could work."""
         if self.state is State.OPEN and now >= self._retry_at:
             self.state = State.HALF_OPEN
-            self.probing = False
+            self.probe = 0
+            self._since = now
 
-    def sent(self) -> bool:
-        """A request went to it; says whether that is the probe."""
-        if self.state is not State.HALF_OPEN or self.probing:
-            return False
-        self.probing = True
-        return True
+    def chosen(self) -> int:
+        """A request is to go to it. The probe's number if that is the probe, else 0."""
+        if self.state is not State.HALF_OPEN or self.probe:
+            return 0
+        self._probes += 1
+        self.probe = self._probes
+        return self.probe
 
-    def moved(self) -> bool:
-        """A frame came; says whether that has closed the breaker."""
-        if self.state is not State.HALF_OPEN or not self.probing or self.faulty:
+    def answered(self, probe: int) -> bool:
+        """It answered a request, whatever it said; says whether that has closed the breaker.
+        `probe`: what `chosen` said of that request."""
+        if self.faulty or not self._is_probe(probe):
             return False
         self._close()
         return True
 
-    def succeeded(self, *, probe: bool) -> bool:
+    def succeeded(self, probe: int) -> bool:
         """It computed something for a request; says whether that has closed the breaker."""
         self._outcomes.append(0.0)
-        if self.state is not State.HALF_OPEN or not probe:
+        if not self._is_probe(probe):
             return False
         self._close()
         return True
 
-    def failed(self, share: float, now: float) -> bool:
+    def failed(self, share: float, now: float, sent_at: float) -> bool:
         """It failed a request, alone (1) or as one of several that may be to blame; says
         whether that is too much. One step's failure ends all requests in it: what came at
-        one moment counts once."""
-        if now == self._failed_at:
+        one moment counts once. One that was sent before the worker was let through again
+        doesn't count."""
+        if now == self._failed_at or sent_at < self._since:
             return False
         self._failed_at = now
         self._outcomes.append(share)
@@ -101,13 +110,19 @@ class Breaker:
             return sum(self._outcomes) >= _TOO_MANY
         return self.state is State.HALF_OPEN
 
-    def probe_over(self) -> None:
-        """The probe ended; if it told nothing (its client left), another may go."""
-        self.probing = False
+    def over(self, probe: int) -> None:
+        """A request ended; if it was the probe, and told nothing (its client left), another
+        may go."""
+        if self._is_probe(probe):
+            self.probe = 0
+
+    def _is_probe(self, probe: int) -> bool:
+        return self.state is State.HALF_OPEN and 0 < probe == self.probe
 
     def _close(self) -> None:
         self.state = State.CLOSED
-        self.probing = self.faulty = False
+        self.probe = 0
+        self.faulty = False
         self.reason = ""
         self._pause_s = _FIRST_PAUSE_S
         self._outcomes.clear()

@@ -49,6 +49,11 @@ class Leg:
         return min(self.due, self.hedge_due)
 
     @property
+    def last_sent(self) -> float:
+        """When the attempt was last sent to anybody: to its prefill worker, if it has been."""
+        return max(self.began, self.asked)
+
+    @property
     def expected_s(self) -> float:
         """How long its prefill was predicted to take."""
         return self.placement.expected_s if self.placement else 0.0

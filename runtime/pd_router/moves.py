@@ -149,11 +149,18 @@ class Retried:
     failure: Failure
 
 
+class Suspect(NamedTuple):
+    """A worker, and when the attempt was sent to it."""
+
+    worker: WorkerId
+    sent_at: float
+
+
 @dataclass(frozen=True, slots=True)
 class Blamed:
     """An attempt failed by the fault of one of these workers, never by the request's own."""
 
-    workers: tuple[WorkerId, ...]
+    workers: tuple["Suspect", ...]
     failure: Failure
     at: float
 

@@ -9,13 +9,14 @@ arrival.
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pd_router.classes import SlaClass
 
 _SPARE = 64  # entries of those who gave up, before they are swept out
 _RATE_MEMORY_S = 5.0
+_LENT_S = 5.0  # of its share, a class that waits lends to who is more important
 _LEAST_SHARE = 0.01  # of the work, for predictions: nobody waits for ever
 
 
@@ -168,8 +169,9 @@ class FairQueue:
         waiting = [queue for queue in self._queues.values() if queue.arrivals]
         if not waiting:
             return None
-        owed = [q for q in waiting if q.sla.share and q.credit >= q.peek().work]
-        chosen = max(owed or waiting, key=lambda q: (q.sla.priority, q.sla.share))
+        lent = self._may_be_lent(waiting, now)
+        owed = [q for q in waiting if q.sla.share and q.credit >= max(q.peek().work, lent(q))]
+        chosen = max(owed or waiting, key=_rank)
         ticket = chosen.pop()
         chosen.count(ticket.work, now)
         del self._tickets[ticket.key]
@@ -180,6 +182,19 @@ class FairQueue:
             chosen.credit = max(chosen.credit - ticket.work, 0.0)
         return ticket
 
+    def _may_be_lent(
+        self, waiting: Sequence["_ClassQueue"], now: float
+    ) -> Callable[["_ClassQueue"], float]:
+        """How much a class may be owed before it goes ahead of who is more important: a burst
+        of these passes first, and the debt is paid once it's over."""
+        work_s = sum(queue.work_rate.at(now) for queue in self._queues.values())
+        most = max(map(_rank, waiting))
+
+        def lent(queue: _ClassQueue) -> float:
+            return 0.0 if _rank(queue) == most else queue.sla.share * work_s * _LENT_S
+
+        return lent
+
     def passed(self, ticket: Ticket, now: float) -> None:
         """It didn't have to wait."""
         self._queues[ticket.sla.name].count(ticket.work, now)
@@ -188,21 +203,26 @@ class FairQueue:
         """How long a newcomer of this class waits, if all goes on as of late: the work of its
         own class before it, at what others leave to it."""
         taken = {name: queue.work_rate.at(now) for name, queue in self._queues.items()}
-        return self._queues[sla.name].work / self._left_to(sla, work_per_s, taken)
+        return self._queues[sla.name].work / self._left_to(sla, work_per_s, taken, now)
 
     def turns_s(self, sla: SlaClass, requests_per_s: float, now: float) -> float:
         """The same where it's their number that counts, not their work. A share of the work
         is taken for one of the turns."""
         taken = {name: queue.request_rate.at(now) for name, queue in self._queues.items()}
-        return len(self._queues[sla.name].arrivals) / self._left_to(sla, requests_per_s, taken)
+        left = self._left_to(sla, requests_per_s, taken, now)
+        return len(self._queues[sla.name].arrivals) / left
 
-    def _left_to(self, sla: SlaClass, per_s: float, of_late: Mapping[str, float]) -> float:
+    def _left_to(
+        self, sla: SlaClass, per_s: float, of_late: Mapping[str, float], now: float
+    ) -> float:
         """What others leave to a class: more important ones take what they took of late,
-        lesser ones that wait their shares."""
+        lesser ones that wait their shares, unless they lend them."""
         taken = 0.0
+        lent_s = sum(queue.work_rate.at(now) for queue in self._queues.values()) * _LENT_S
         for name, queue in self._queues.items():
             if name != sla.name and queue.sla.priority < sla.priority:
-                taken += queue.sla.share * per_s if queue.arrivals else 0.0
+                insists = queue.arrivals and queue.credit >= queue.sla.share * lent_s
+                taken += queue.sla.share * per_s if insists else 0.0
             elif name != sla.name:
                 taken += of_late[name]
         return max(per_s - taken, sla.share * per_s, _LEAST_SHARE * per_s)
@@ -215,3 +235,8 @@ class FairQueue:
         if least is None or least.sla.priority >= priority:
             return None
         return next(reversed(least.arrivals))
+
+
+def _rank(queue: _ClassQueue) -> tuple[int, float]:
+    """The largest is the most important."""
+    return (queue.sla.priority, queue.sla.share)

@@ -52,6 +52,24 @@ class Record:
         return None
 
 
+class Promise:
+    """A prompt that goes to a prefill worker once decode has granted. It counts there from now
+    on: else a burst would choose the same one, or all of it one that gets a probe at a time."""
+
+    __slots__ = ("_probe", "_tokens", "record")
+
+    def __init__(self, record: Record, tokens: int) -> None:
+        self.record = record
+        self._tokens = tokens
+        record.view.assign_prefill(tokens)
+        self._probe = record.breaker.chosen()
+
+    def over(self) -> None:
+        """It's sent, or it never will be. Once."""
+        self.record.view.end_prefill(self._tokens)
+        self.record.breaker.over(self._probe)
+
+
 class Work:
     """One side of a request at a worker: its handle, and its share in the load's books."""
 
@@ -72,7 +90,7 @@ class Work:
         self._holds_since: float | None = None
         record.view.assign_prefill(tokens)
         record.view.assign_decode(blocks, sequences)
-        self.probe = record.breaker.sent()
+        self.probe = record.breaker.chosen()
 
     def send(self, command: pb.Command) -> None:
         self.record.link.send(command)
@@ -109,5 +127,4 @@ class Work:
         self.record.view.end_decode(self._blocks, self._sequences)
         if self._holds_since is not None:
             self.record.view.stayed(time.monotonic() - self._holds_since)
-        if self.probe:
-            self.record.breaker.probe_over()
+        self.record.breaker.over(self.probe)

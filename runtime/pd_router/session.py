@@ -34,11 +34,11 @@ from pd_router.moves import (
 )
 from pd_router.placing import RequestPlacer, first_need
 from pd_router.pulling import Pulling
-from pd_router.records import Work
+from pd_router.records import Promise, Work
 from pd_router.routing import Chance, Routing
 from pd_router.signals import Queued
 from pd_router.types import GenerateRequest, Sink, Timeline
-from pd_router.walk import Walk
+from pd_router.walk import GONE, Walk
 from pd_router.workers import Workers
 
 log = logging.getLogger("pd_router.session")
@@ -269,7 +269,7 @@ class RunningGeneration:
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._promised: dict[int, tuple[WorkerView, int]] = {}  # by attempt
+        self._promised: dict[int, Promise] = {}  # by attempt
         self._arm(self._timeline.accepted + min(patience_s, request.deadline_s))
 
     # ---- types.Generation ---------------------------------------------------------------
@@ -335,6 +335,10 @@ class RunningGeneration:
                 token.choice, token.index, token.token, token.finish, token.logprob, token.top
             )
 
+    def answered(self, work: Work | None) -> None:
+        if work is not None:
+            self._sessions.workers.answered(work)
+
     def computed(self, work: Work | None) -> None:
         """A worker has computed something for it."""
         if work is not None:
@@ -355,8 +359,8 @@ class RunningGeneration:
                     self._release(side, cancel=False)
                 case Retried(failure=failure):
                     self._note_retry(failure)
-                case Blamed(workers=workers, failure=failure, at=at):
-                    self._sessions.workers.blame(workers, failure, at)
+                case Blamed(workers=suspects, failure=failure, at=at):
+                    self._sessions.workers.blame(suspects, failure, at)
                 case Hedged(won=won):
                     self._sessions.hooks.on_hedge(won=won)
                 case Done():
@@ -388,23 +392,17 @@ class RunningGeneration:
         self._pulling.then(action, send, self.fail)
 
     def _promise(self, action: OpenDecode) -> None:
-        """Counts the prompt at its prefill worker from now on, not only when decode has
-        granted: else a burst would choose the same one."""
         if action.prefill is not None:
-            view = self._sessions.workers.view(action.prefill)
-            if view is not None:
-                view.assign_prefill(action.prefill_tokens)
-                self._promised[action.side.attempt] = (view, action.prefill_tokens)
+            promise = self._sessions.workers.promise(action.prefill, action.prefill_tokens)
+            if promise is not None:
+                self._promised[action.side.attempt] = promise
 
-    def _keep_promise(self, attempt: int) -> None:
-        """It's sent, or it never will be."""
-        promised = self._promised.pop(attempt, None)
-        if promised is not None:
-            view, tokens = promised
-            view.end_prefill(tokens)
+    def redeem(self, attempt: int) -> None:
+        """Decode has granted: its prefill worker may be chosen anew."""
+        if promise := self._promised.pop(attempt, None):
+            self._sessions.workers.redeem(promise)
 
     def _open_prefill(self, action: OpenPrefill) -> None:
-        self._keep_promise(action.side.attempt)
         target = self._sessions.workers.hello(action.decode)
         if target is None:  # D's own loss is told by its link
             self._lost_at_once(action.side, action.decode.name)
@@ -429,7 +427,8 @@ class RunningGeneration:
         self._pulling.then(action, send, self.fail)
 
     def _release(self, side: Side, *, cancel: bool) -> None:
-        self._keep_promise(side.attempt)
+        if not side.prefill and (promise := self._promised.pop(side.attempt, None)):
+            promise.over()
         self._pulling.drop(side)
         work = self.works.pop(side, None)
         if work is not None:
@@ -519,6 +518,8 @@ class SideHandler:
             work = generation.works.get(self._side)
             if work is not None:
                 work.holds(now)
+            generation.redeem(self._side.attempt)
+            generation.answered(work)
             granted = wire.granted_from_pb(event)
             generation.feed(generation.walk.granted(self._side, granted, now))
         except Exception as error:
@@ -528,6 +529,7 @@ class SideHandler:
         generation = self._generation
         try:
             work = generation.works.get(self._side)
+            generation.answered(work)
             if work is not None:
                 work.prefill_over()
                 if self._side.prefill:
@@ -583,6 +585,8 @@ class SideHandler:
     def failed(self, failure: Failure, now: float) -> None:
         generation = self._generation
         try:
+            if failure.kind not in GONE:
+                generation.answered(generation.works.get(self._side))
             generation.feed(generation.walk.failed(self._side, failure, now))
         except Exception as error:
             self._broken(error)

@@ -33,6 +33,7 @@ from pd_router.moves import (
     Prefilled,
     Retried,
     Side,
+    Suspect,
     Token,
     WalkConfig,
 )
@@ -40,7 +41,8 @@ from pd_router.notes import Notes
 from pd_router.policy import Need, Placement, Unplaced
 from pd_router.types import GenerateRequest, Timeline
 
-_GONE = (FailureKind.WORKER_LOST, FailureKind.WORKER_LATE)
+GONE = (FailureKind.WORKER_LOST, FailureKind.WORKER_LATE)
+"""A worker that doesn't answer."""
 _REFUSED = (FailureKind.NO_CAPACITY, FailureKind.DRAINING)
 _LEAST_DEADLINE_S = 0.001  # an event may come just before the tick that ends the request
 _BOTH_TO_BLAME = (FailureKind.TRANSFER_FAILED, FailureKind.LEASE_EXPIRED)
@@ -219,7 +221,7 @@ class Walk:
         elif leg.state is State.COMMITTING:
             leg.failure = failure
             self._enter(leg, State.VERDICT, now + self._config.verdict_wait_s)
-        elif leg.state is State.PREFILLING and failure.kind in _GONE:
+        elif leg.state is State.PREFILLING and failure.kind in GONE:
             leg.failure = failure
             self._enter(leg, State.VERDICT, now + self._config.lost_wait_s)
         elif leg.state is State.PREFILLING:
@@ -379,7 +381,8 @@ class Walk:
         decode, prefill = leg.decode_at, leg.prefill_at
         if failure.kind in _BOTH_TO_BLAME and decode is not None and prefill is not None:
             workers = (decode, prefill)
-        self._actions.append(Blamed(workers, failure, now))
+        suspects = (Suspect(w, leg.began if w == decode else leg.last_sent) for w in workers)
+        self._actions.append(Blamed(tuple(suspects), failure, now))
 
     def _learn(self, leg: Leg, failure: Failure, blamed: WorkerId | None) -> None:
         """What the next attempt should keep away from."""

@@ -29,9 +29,10 @@ from pd_router import policy, wire
 from pd_router.breaker import Progress, State
 from pd_router.fleet import LoadReport, Role, WorkerId, WorkerView, routers_seen
 from pd_router.link import MAX_MESSAGE_BYTES, Handler, Link, LinkCallbacks, RouterIdentity
+from pd_router.moves import Suspect
 from pd_router.prefixes import PrefixIndex
 from pd_router.pulls import Broken
-from pd_router.records import Record, Work
+from pd_router.records import Promise, Record, Work
 from pd_router.types import Bundle, Limits
 
 log = logging.getLogger("pd_router.workers")
@@ -162,18 +163,39 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._refresh(record)
         return work
 
+    def promise(self, worker: WorkerId, tokens: int) -> Promise | None:
+        """A prompt that will be sent to it; None: it's gone."""
+        record = self._records.get(worker)
+        if record is None:
+            return None
+        promise = Promise(record, tokens)
+        self._refresh(record)
+        return promise
+
+    def redeem(self, promise: Promise) -> None:
+        """Its worker is now chosen for good, or another one."""
+        promise.over()
+        self._refresh(promise.record)
+
+    def answered(self, work: Work) -> None:
+        """The worker has answered this request, if only that it can't."""
+        if work.record.breaker.answered(work.probe):
+            self._works_again(work.record)
+
     def computed(self, work: Work) -> None:
         """The worker has computed something for this request."""
-        record = work.record
-        if record.breaker.succeeded(probe=work.probe):
-            log.info("worker=%s works again", record.view.id.name)
-            self._refresh(record)
+        if work.record.breaker.succeeded(work.probe):
+            self._works_again(work.record)
 
-    def blame(self, workers: tuple[WorkerId, ...], failure: Failure, now: float) -> None:
+    def _works_again(self, record: Record) -> None:
+        log.info("worker=%s works again", record.view.id.name)
+        self._refresh(record)
+
+    def blame(self, suspects: tuple[Suspect, ...], failure: Failure, now: float) -> None:
         """An attempt failed by the fault of one of these."""
-        for worker in workers:
+        for worker, sent_at in suspects:
             record = self._records.get(worker)
-            if record is None or not record.breaker.failed(1 / len(workers), now):
+            if record is None or not record.breaker.failed(1 / len(suspects), now, sent_at):
                 continue
             if self._spares(record):
                 why = f"too many of its requests failed, the last one: {failure.message}"
@@ -430,8 +452,6 @@ class Workers(engine_pb2_grpc.ControlServicer):
 
     def _moved(self, record: Record, now: float) -> None:
         record.progress.moved(now)
-        if record.breaker.moved():
-            self._refresh(record)
 
     def _refresh(self, record: Record) -> None:
         """Whether it may get new work, after anything that bears on it has changed."""

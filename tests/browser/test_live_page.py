@@ -152,7 +152,7 @@ def test_why_pools_have_their_sizes(watched: Watched, cluster: Cluster, screensh
         tell(teller, "decode", 1, 3, "<b>Odd</b>")
         tell(teller, "decode", 3, 3, "AtTarget")
         tell(teller, "prefill", 2, 1, "LessDemand")
-        teller.tell(KEY, [host])
+        teller.tell(KEY, {"uid/0": host})
         await asyncio.gather(*teller._tasks.values())
 
     with ThreadPoolExecutor() as threads:  # Playwright's loop runs in this one

@@ -145,8 +145,9 @@ def test_decode_workers_that_restart_one_after_the_other_lose_nothing(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 def test_without_any_decode_worker_requests_are_refused_until_it_is_back(
-    double: Cluster, wanted: list[str]
+    double: Cluster, wanted: list[str], number: signal.Signals
 ) -> None:
     victims = double.pods("decode")
     ready = f"http://127.0.0.1:{double.port}/ready"
@@ -155,7 +156,7 @@ def test_without_any_decode_worker_requests_are_refused_until_it_is_back(
         streams = Streams(double, contents())
         await streams.until_each_has(10)
         for victim in victims:
-            double.kill(victim.pid, signal.SIGKILL)
+            double.kill(victim.pid, number)
         await asyncio.to_thread(double.until, lambda: http_get(ready)[0] == 503, "not ready")
         refused = await request("127.0.0.1", double.port, "POST", COMPLETIONS, body("hi", 8))
         assert refused.status == 503

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ READY_S = 90.0
 DEADLINE_S = 60.0
 STREAMS = 8
 TOKENS = 200
-WORKERS = ("prefill-0", "decode-0", "decode-1")
+PREFILLS = ("prefill-0", "prefill-1")
+DECODES = ("decode-0", "decode-1")
+WORKERS = (*PREFILLS, *DECODES)
+TALKS = 12
 
 
 @dataclass
@@ -100,9 +104,9 @@ def site(model: Path) -> Iterator[Site]:
 
 
 async def ask(
-    site: Site, content: dict[str, Any], **headers: str
+    site: Site, content: dict[str, Any], router: int = 1, **headers: str
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    place = ("127.0.0.1", site.clients[1])
+    place = ("127.0.0.1", site.clients[router])
     response = await request(*place, "POST", COMPLETIONS, content, headers)
     answer = await response.json()
     await response.close()
@@ -110,8 +114,8 @@ async def ask(
     return response.headers, answer
 
 
-async def traced(site: Site, content: dict[str, Any]) -> dict[str, Any]:
-    headers, _ = await ask(site, content, **{"x-pdcluster-trace": "1"})
+async def traced(site: Site, content: dict[str, Any], router: int = 1) -> dict[str, Any]:
+    headers, _ = await ask(site, content, router, **{"x-pdcluster-trace": "1"})
     (trace,) = json.loads(headers["x-pdcluster-trace"])
     assert isinstance(trace, dict)
     return trace
@@ -119,15 +123,15 @@ async def traced(site: Site, content: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_trace_has_what_the_policy_weighed(site: Site) -> None:
     trace = asyncio.run(traced(site, body(text_of(80), 4)))
-    assert trace["prefill"] == "prefill-0"
+    assert trace["prefill"] in PREFILLS
     assert trace["attempts"] == 1
     ways = {(one["prefill"], one["decode"]): one for one in trace["considered"]}
-    assert ways.keys() <= {("prefill-0", "decode-0"), ("prefill-0", "decode-1")}
+    assert ways.keys() <= set(product(PREFILLS, DECODES))
     chosen = ways[trace["prefill"], trace["decode"]]
     assert chosen["compute_tokens"] > 0
     assert 0 < chosen["ttft_s"] <= chosen["total_s"]
     assert trace["decode"] in trace["reason"]
-    assert "prefill prefill-0: first token soonest of" in trace["reason"]
+    assert f"prefill {trace['prefill']}: " in trace["reason"]
     plain, _ = asyncio.run(ask(site, body("three boats", 4)))
     assert "x-pdcluster-trace" not in plain
 
@@ -151,6 +155,25 @@ def test_sessions_stay_where_they_are_and_priorities_are_taken(
     assert homes == {"decode-0", "decode-1"}
 
 
+def test_what_belongs_together_goes_to_the_same_workers_from_either_router(site: Site) -> None:
+    """They tell each other nothing. Each asks first in half of the cases."""
+    prompts = [text_of(90, number=1000 + 97 * n) for n in range(TALKS)]
+
+    async def asked(number: int, router: int) -> dict[str, Any]:
+        content = body(prompts[number], 2) | {"session_id": f"shared-{number}"}
+        return await traced(site, content, router)
+
+    async def scenario() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        return [(await asked(n, n % 2), await asked(n, 1 - n % 2)) for n in range(TALKS)]
+
+    pairs = asyncio.run(scenario())
+    assert all(first["decode"] == second["decode"] for first, second in pairs)
+    assert {first["decode"] for first, _ in pairs} == set(DECODES)
+    # Prompts may leave their home where another worker is sooner by far.
+    same = [first["prefill"] == second["prefill"] for first, second in pairs]
+    assert sum(same) >= TALKS - 2, pairs
+
+
 @pytest.mark.timeout(180)
 def test_a_killed_router_takes_only_its_own_streams_along(site: Site, reference: Reference) -> None:
     """The last test here: that router stays dead."""
@@ -166,7 +189,10 @@ def test_a_killed_router_takes_only_its_own_streams_along(site: Site, reference:
         except (ConnectionError, asyncio.IncompleteReadError):
             results[number].error = {"message": "the connection broke", "code": "broken"}
 
+    talks = [body(f"{n} sails", 2) | {"session_id": f"moves-{n}"} for n in range(TALKS)]
+
     async def scenario() -> None:
+        homes.extend([(await traced(site, talk, 0))["decode"] for talk in talks])
         tasks = [asyncio.create_task(stream(site.clients[i % 2], i)) for i in range(2 * STREAMS)]
         async with asyncio.timeout(DEADLINE_S):
             while any(len(r.times) < 10 for r in results):
@@ -174,6 +200,7 @@ def test_a_killed_router_takes_only_its_own_streams_along(site: Site, reference:
             os.kill(site.routers[0].pid, signal.SIGKILL)
             await asyncio.gather(*tasks)
 
+    homes: list[str] = []
     asyncio.run(scenario())
     lost, kept = results[::2], results[1::2]
     assert not any(r.done for r in lost), "one had ended before"
@@ -181,4 +208,6 @@ def test_a_killed_router_takes_only_its_own_streams_along(site: Site, reference:
         assert expected(reference, content).startswith(result.text)
     assert all(r.done for r in kept)
     assert [r.text for r in kept] == [expected(reference, one) for one in contents[1::2]]
+    moved = [asyncio.run(traced(site, talk))["decode"] for talk in talks]
+    assert moved == homes, "sessions of the dead router have their KV where they had it"
     until(lambda: not any(map(site.held, WORKERS)), "nothing is held for the dead router", 10)

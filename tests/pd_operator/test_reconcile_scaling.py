@@ -3,7 +3,7 @@ tells why, external scaling is followed, foreign values are set back, a crash fo
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -52,9 +52,9 @@ class Heard(Teller):
         self.last: dict[str, Any] = {}
         self.routers: set[str] = set()
 
-    def tell(self, key: Key, routers: Collection[str]) -> None:
+    def tell(self, key: Key, routers: Mapping[str, str]) -> None:
         self.last = json.loads(self._known[key].body())
-        self.routers = set(routers)
+        self.routers = set(routers.values())
 
 
 @dataclass

@@ -110,6 +110,17 @@ def test_post_to_a_router(run) -> None:
     run(scenario())
 
 
+def test_what_a_router_refuses_is_in_the_log(run, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> bool:
+        async with router() as r:
+            return await teller.post(r.admin.host, b'{"standing": 1}', r.admin.port)
+
+    assert run(scenario()), "the same would be refused again"
+    [record] = [one for one in caplog.records if one.name == "pd_operator.teller"]
+    assert "refuses POST /scaling: 400" in record.getMessage()
+    assert "standing" in record.getMessage()
+
+
 def test_an_older_router_is_not_asked_again(run) -> None:
     async def scenario() -> tuple[bool, bool]:
         async with serving({teller.PATH: (404, b"")}) as pages:

@@ -129,7 +129,7 @@ def test_routers_are_told_of_pools_that_are_sized(run, monkeypatch: pytest.Monke
             "spec.decode": {"scaling": {"mode": "SLO", "maxReplicas": 3}},
         })  # fmt: skip
 
-        def tell(teller: Teller, key: Key, routers: list[str]) -> None:
+        def tell(teller: Teller, key: Key, routers: dict[str, str]) -> None:
             del routers
             told[key.name] = json.loads(teller._known[key].body())["standing"]
 

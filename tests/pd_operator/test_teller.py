@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pd_operator.keys import Key
+from pd_operator.observed import pod_view
 from pd_operator.scaling.explaining import Told
 from pd_operator.teller import CHANGES, Teller
 
@@ -43,7 +44,7 @@ def go(scenario: Callable[[Teller, Routers], Awaitable[None]]) -> Routers:
 
 
 async def told_to(teller: Teller, *routers: str) -> None:
-    teller.tell(CHAT, routers)
+    teller.tell(CHAT, {router: router for router in routers})
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -81,6 +82,20 @@ def test_one_that_began_anew_is_told_again() -> None:
         await told_to(teller)
         await told_to(teller, "a")
         assert len(routers.heard) == 2
+
+    go(scenario)
+
+
+def test_another_process_at_the_same_address_is_told_again() -> None:
+    """It restarted between two looks, and its pod kept its address."""
+
+    async def scenario(teller: Teller, routers: Routers) -> None:
+        teller.note(CHAT, told("decode", 1, 3))
+        for process in ("uid-a/0", "uid-a/0", "uid-a/1", "uid-b/0", "uid-b/0"):
+            teller.tell(CHAT, {process: "10.0.0.7"})
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert [router for router, _ in routers.heard] == ["10.0.0.7"] * 3
 
     go(scenario)
 
@@ -155,3 +170,12 @@ def test_what_is_told_is_bounded_and_ends() -> None:
         assert len(routers.heard) == 2
 
     go(scenario)
+
+
+def test_a_pods_process_is_another_one_after_a_restart() -> None:
+    def pod(uid: str, restarts: int) -> str:
+        status = {"podIP": "10.0.0.7", "containerStatuses": [{"restartCount": restarts}]}
+        return pod_view({"metadata": {"name": "r-0", "uid": uid}, "status": status}).process
+
+    assert pod("a", 0) == pod("a", 0)
+    assert len({pod("a", 0), pod("a", 1), pod("b", 0)}) == 3

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_core.failures import Failure, FailureKind
-from pd_router.admission import Admission, AdmissionConfig, Verdict
+from pd_router.admission import Admission, AdmissionConfig, Outlook, Ticket, Verdict
+from pd_router.classes import Promises, SlaClass
 
 
 def test_runs_then_queues_then_refuses() -> None:
@@ -117,3 +118,19 @@ def test_a_burst_that_gives_up_leaves_nothing() -> None:
             admission.release(key)
     assert admission.queued == 0
     assert admission.backlog <= 1000
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "ahead_s"), [(0.05, 0.025), (0.1, 0.04), (0.16, 0.04), (1.0, 0.25), (8.0, 2.0)]
+)
+def test_workers_have_something_to_do_until_somebody_looks_again(
+    ttft_s: float, ahead_s: float
+) -> None:
+    """So much work is sent ahead, as seconds; what is more waits where others may overtake."""
+    goal = SlaClass(ttft_s=ttft_s)
+    for waits_s, verdict in ((0.99 * ahead_s, Verdict.ADMITTED), (ahead_s, Verdict.QUEUED)):
+        admission = Admission(AdmissionConfig(promises=Promises((goal,))))
+        ticket = Ticket("a", goal, work=1.0)
+        outlook = Outlook(soonest_s=waits_s, tokens_per_s=1e6)
+        assert admission.offer("a", ticket=ticket, outlook=outlook) is verdict
+        assert 0.4 * ttft_s < admission.patience_s(goal) <= 0.95 * ttft_s

@@ -89,6 +89,32 @@ def test_requests_wait_where_the_workers_have_gone_to_zero() -> None:
     go(scenario())
 
 
+def test_who_finds_the_worker_gone_again_waits_for_the_next() -> None:
+    """It was there when the request came, and isn't when its prompt is ready."""
+
+    async def scenario() -> None:
+        async with rig(hold_s=20.0) as r:
+            r.sessions.script = says(r.tokens("at last"))
+            r.workers.settling.clear()
+            waiting = asyncio.create_task(post(r))
+            while r.app.running < 1:
+                await asyncio.sleep(0.005)
+            r.workers.given_limits, limits = None, r.workers.given_limits
+            r.workers.settling.set()
+            while held(r)[1] < 1:
+                await asyncio.sleep(0.005)
+            assert r.sessions.started == []
+            r.workers.given_limits = limits
+            r.workers.came.set()
+            response = await waiting
+            answer = await response.json()
+            assert answer["choices"][0]["message"]["content"] == "at last"
+            await response.close()
+            assert held(r) == (0.0, 0)
+
+    go(scenario())
+
+
 @pytest.mark.parametrize("bundled", [False, True])
 def test_who_waits_for_workers_that_do_not_come_is_told(bundled: bool) -> None:
     async def scenario() -> None:

@@ -6,6 +6,7 @@ import heapq
 import random
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from itertools import islice
 
 import pytest
 
@@ -27,8 +28,10 @@ TICK_S = 0.01
 class Site:
     """One queue that computes prompts in order, behind an admission."""
 
-    def __init__(self, promises: Promises) -> None:
+    def __init__(self, promises: Promises, chance: random.Random | None = None) -> None:
+        """`chance`: of prompts' lengths, between a fifth and nine fifths of WORK; else equal."""
         self.admission = Admission(AdmissionConfig(max_queued=1000, promises=promises))
+        self.chance = chance
         self.now = 0.0
         self.tickets: dict[str, tuple[Ticket, float]] = {}
         self.sent: deque[str] = deque()
@@ -39,10 +42,12 @@ class Site:
         self.refused: dict[str, int] = defaultdict(int)
 
     def outlook(self) -> Outlook:
-        return Outlook((self.left + WORK * max(len(self.sent) - 1, 0)) / TOKENS_PER_S, TOKENS_PER_S)
+        waiting = sum(self.tickets[key][0].work for key in islice(self.sent, 1, None))
+        return Outlook((self.left + waiting) / TOKENS_PER_S, TOKENS_PER_S)
 
     def arrive(self, sla: SlaClass, number: int) -> None:
-        ticket = Ticket(f"{sla.name}-{number}", sla, f"t{number % 3}", WORK)
+        work = self.chance.uniform(WORK / 5, 9 * WORK / 5) if self.chance else WORK
+        ticket = Ticket(f"{sla.name}-{number}", sla, f"t{number % 3}", work)
         self.offered[sla.name] += 1
         verdict = self.admission.offer(
             ticket.key, ticket=ticket, outlook=self.outlook(), now=self.now
@@ -61,7 +66,7 @@ class Site:
         self.left -= TOKENS_PER_S * TICK_S
         while self.sent and self.left <= 0:
             self._serve(self.sent.popleft())
-            self.left += WORK if self.sent else 0.0
+            self.left += self._next_work()
         self.left = max(self.left, 0.0)
         while got := self.admission.admit(self.outlook, self.now, at_most=1):
             self._send(got[0])
@@ -69,9 +74,13 @@ class Site:
             self._give_up()
 
     def _send(self, key: str) -> None:
-        if not self.sent:
-            self.left = WORK
+        idle = not self.sent
         self.sent.append(key)
+        if idle:
+            self.left = self._next_work()
+
+    def _next_work(self) -> float:
+        return self.tickets[self.sent[0]][0].work if self.sent else 0.0
 
     def _serve(self, key: str) -> None:
         ticket, arrived = self.tickets.pop(key)
@@ -96,16 +105,20 @@ class Site:
             self.refused[ticket.sla.name] += 1
 
 
-def run(seconds: float, rates: Mapping[SlaClass, float], promises: Promises) -> Site:
-    """So many seconds with these requests a second of each class."""
-    site = Site(promises)
+def run(
+    seconds: float, rates: Mapping[SlaClass, float], promises: Promises, seed: int | None = None
+) -> Site:
+    """So many seconds with these requests a second of each class: at even times, or with a
+    seed at random ones (Poisson), with prompts of random lengths."""
+    chance = None if seed is None else random.Random(seed)
+    site = Site(promises, chance)
     due = dict.fromkeys(rates, 0.0)
     count = 0
     while site.now < seconds:
         for sla, rate in rates.items():
             due[sla] += rate * TICK_S
             while due[sla] >= 1:
-                due[sla] -= 1
+                due[sla] -= chance.expovariate(1.0) if chance else 1.0
                 count += 1
                 site.arrive(sla, count)
         site.tick()
@@ -116,16 +129,19 @@ PROMISES = Promises((LOW, HIGH, BATCH))
 
 
 @pytest.mark.slow
-def test_twice_the_capacity_for_ten_minutes() -> None:
-    once = run(600, {HIGH: 5, LOW: 10, BATCH: 5}, PROMISES)
-    twice = run(600, {HIGH: 10, LOW: 20, BATCH: 10}, PROMISES)
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_twice_the_capacity_for_ten_minutes(seed: int | None) -> None:
+    """With bursts too: a class that waits lends some seconds of its share to a more important
+    one, and has them back when the burst is over."""
+    once = run(600, {HIGH: 5, LOW: 10, BATCH: 5}, PROMISES, seed)
+    twice = run(600, {HIGH: 10, LOW: 20, BATCH: 10}, PROMISES, seed)
     assert sum(twice.good.values()) >= 0.9 * sum(once.good.values())
     assert twice.good["high"] >= 0.99 * twice.offered["high"]
     total = sum(twice.served.values())
     for sla in (LOW, BATCH):
         assert twice.served[sla.name] >= 0.9 * sla.share * total, (sla.name, twice.served)
     # What was let in was served in time: the rest heard at once or after their patience.
-    assert twice.good["low"] >= 0.9 * twice.served["low"]
+    assert twice.good["low"] >= 0.95 * twice.served["low"]
     assert twice.refused["low"] > 0
 
 

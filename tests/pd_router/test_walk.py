@@ -302,6 +302,17 @@ def test_whose_fault_it_was(
     assert w.blamed == expected
 
 
+def test_a_fault_is_of_the_time_when_the_worker_got_it() -> None:
+    w = Driver()
+    w.start()
+    began = w.now
+    w.now += 0.1
+    w.granted()
+    w.now += 0.1
+    w.failed(FailureKind.TRANSFER_FAILED, prefill=True)
+    assert w.sent_at == [(began, began + 0.1)]
+
+
 def test_a_request_that_fails_wherever_it_goes_is_itself_to_blame() -> None:
     w = Driver()
     w.start()

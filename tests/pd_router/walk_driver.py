@@ -51,6 +51,7 @@ class Driver:
     decode_at: WorkerId | None = None
     ttft_s: float = 0.0  # that is predicted, wherever
     blamed: list[tuple[WorkerId, ...]] = field(default_factory=list)
+    sent_at: list[tuple[float, ...]] = field(default_factory=list)
     asked: list[tuple[Need, Exclusions, tuple[int, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +80,10 @@ class Driver:
 
     def _said(self, actions: list[Action]) -> list[Action]:
         """All but whose fault something was: that is told apart."""
-        self.blamed += [action.workers for action in actions if isinstance(action, Blamed)]
+        for action in actions:
+            if isinstance(action, Blamed):
+                self.blamed.append(tuple(one.worker for one in action.workers))
+                self.sent_at.append(tuple(one.sent_at for one in action.workers))
         return [action for action in actions if not isinstance(action, Blamed)]
 
     def start(self) -> list[Action]:
