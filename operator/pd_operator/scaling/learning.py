@@ -41,6 +41,7 @@ def learn(
         line=line,
         uncached_share=_follow(learned.uncached_share, seen.uncached_share),
         output_tokens=_follow(learned.output_tokens, seen.output_tokens),
+        answers=learned.answers.learn(seen.answers, _new_share(elapsed_s)),
         overhead_s=_follow(learned.overhead_s, seen.overhead_s),
         sizes=_sizes(learned.sizes, seen.uncached, elapsed_s),
         cost=learned.cost.learn(seen.prompts, _new_share(elapsed_s), elapsed_s),
