@@ -56,7 +56,7 @@ class Learned:
     output_tokens: float | None = None  # of the last minute's mean answer
     answers: Answers = field(default_factory=Answers)
     kv_each: float | None = None  # tokens of KV, a sequence
-    running: float | None = None  # sequences in the pool, over the last minute
+    running: float | None = None  # sequences in the pool, on average over its window
     dispersion: float = 1.0  # of them: variance over mean; 1 where they come independently
     overhead_s: float = 0.0
     sizes: Mapping[int, int] = field(default_factory=dict)  # tokens to compute, a request
@@ -159,7 +159,7 @@ def decode(case: Case) -> Need:
 
 
 def _beyond_chance(running: float, learned: Learned) -> float:
-    """Sequences of the last minute, or of now where chance doesn't explain that there are more:
+    """Sequences on average, or of now where chance doesn't explain that there are more:
     else a pool would be sized for the highest of many looks."""
     usual = running if learned.running is None else learned.running
     return max(usual, running - _CHANCE * math.sqrt(running))

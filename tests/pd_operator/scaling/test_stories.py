@@ -83,6 +83,22 @@ def test_long_prompts_with_short_answers_after_chats_move_prefill_alone(
     assert cluster.last[P].reason != cluster.last[D].reason
 
 
+def test_chats_that_are_over_count_no_longer_than_the_window() -> None:
+    """A pool that follows ten seconds: half a minute after the last chat a long prompt comes,
+    and decode, which has gone back, stays as small as it is."""
+    window = {"window_s": 10.0, "stabilization_s": 20.0, "step_s": 5.0}
+    cluster = Cluster([prefill(), decode(4, **window)])
+    for _ in range(60):
+        mixed(cluster, 5, 0, running=150, answers=CHATTED, output_tokens=400.0)
+    assert cluster.size(D) >= 4
+    for _ in range(8):
+        mixed(cluster, 0, 0, running=0, answers={}, output_tokens=None)
+    gone = cluster.size(D)
+    assert gone == 1
+    mixed(cluster, 0, 0.6, running=0, answers={}, output_tokens=None)
+    assert cluster.size(D) == gone
+
+
 def test_more_chats_beside_long_prompts_move_decode_at_once() -> None:
     cluster, _, decode_then = after_chats()
     mixed(cluster, 15, 20, running=60, answers=CHATTED, output_tokens=400.0)
