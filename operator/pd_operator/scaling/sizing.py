@@ -12,7 +12,7 @@ Both for the demand that is forecast. Up to the `margin` by which forecasts have
 they promise less: no queue may grow, and the mean step may take as long as the target.
 
 Where a target can't be met with one request alone, workers can't help: `infeasible` says
-so, and the pool is sized as for a target that can be met.
+so once that has been seen, and the pool is sized as for a target that can be met.
 """
 
 import math
@@ -259,7 +259,7 @@ def _largest_batch(
     if spec.tpot is None:
         return max(limit * MAX_LOAD, 1.0), False
     step_s = spec.tpot.seconds / spread
-    infeasible = step_s < alone_s
+    infeasible = step_s < alone_s and line.knows_lone
     batch = line.largest_batch(max(step_s, alone_s * _LEAST_STEP))
     return max(min(batch, limit), 1.0), infeasible
 
