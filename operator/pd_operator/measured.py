@@ -8,11 +8,19 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_core import sketch
 
 Sketch = Mapping[int, int]
+
+
+class Length(NamedTuple):
+    """Of prompts of about one length: sequences, and the tokens that ended ones put out."""
+
+    arrived: float = 0
+    ended: float = 0
+    tokens: float = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +41,14 @@ class Counters:
     uncached_cubed: float = 0
     prefill_s: float = 0
     prefill_token_s: float = 0
+    lengths: Mapping[int, Length] = field(default_factory=dict)
+    """By the power of two that a prompt's tokens are below; an older router tells none."""
 
 
 _LATER = ("uncached_squared", "uncached_cubed", "prefill_s", "prefill_token_s")
 """Counters that routers of an older version don't have: they teach nothing then."""
+_COUNTED = tuple(one.name for one in fields(Counters) if one.name != "lengths")
+_MOST_LENGTHS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +173,8 @@ def _router(data: Mapping[str, Any], read_at: float) -> RouterReading:
         read_at=read_at,
         uptime_s=_number(data["uptime_s"]),
         counters=Counters(
-            **{one.name: _number(_counted(data, one.name)) for one in fields(Counters)}
+            **{name: _number(_counted(data, name)) for name in _COUNTED},
+            lengths=lengths(data.get("lengths", {})),
         ),
         queued_requests=_number(queued["requests"]),
         queued_tokens=_number(queued["tokens"]),
@@ -169,6 +182,14 @@ def _router(data: Mapping[str, Any], read_at: float) -> RouterReading:
         held_requests=_number(data["held_requests"]),
         clients=None if data.get("clients") is None else _number(data["clients"]),
     )
+
+
+def lengths(found: Mapping[Any, Sequence[Any]]) -> dict[int, Length]:
+    """Raises as `_number` does, and for a class that no prompt can be of."""
+    made = {int(which): Length(*map(_number, counts)) for which, counts in found.items()}
+    if not all(0 <= which < _MOST_LENGTHS for which in made):
+        raise ValueError(f"{sorted(made)} are not powers of two of a prompt's tokens")
+    return made
 
 
 def _counted(data: Mapping[str, Any], name: str) -> object:

@@ -86,6 +86,7 @@ def sketches(router: str, documents: Sequence[Document]) -> Document:
         "uptime_s": min(one["uptime_s"] for one in documents),
         "window_s": first["window_s"],
         "counters": _sums(one["counters"] for one in documents),
+        "lengths": _lengths(one["lengths"] for one in documents),
         "queued": _sums(one["queued"] for one in documents),
         "held_requests": sum(one["held_requests"] for one in documents),
         "workers": [newest[name] for name in sorted(newest)],
@@ -101,4 +102,13 @@ def _sums(many: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for one in many:
         for name, value in one.items():
             total[name] = total.get(name, 0) + value
+    return total
+
+
+def _lengths(many: Iterable[dict[str, list[int]]]) -> dict[str, list[int]]:
+    total: dict[str, list[int]] = {}
+    for one in many:
+        for which, counts in one.items():
+            known = total.get(which, [0] * len(counts))
+            total[which] = [a + b for a, b in zip(known, counts, strict=True)]
     return total

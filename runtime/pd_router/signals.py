@@ -47,6 +47,20 @@ class Counters:
     ended_tokens: int = 0  # that these sequences put out
 
 
+class Length(NamedTuple):
+    """Of prompts of about one length, sequences that came and that ended, and what those put
+    out: answers to long prompts may be short. Since the process's start."""
+
+    arrived: int = 0
+    ended: int = 0
+    tokens: int = 0
+
+
+def length_class(prompt_tokens: int) -> int:
+    """Prompts of one class differ by less than a factor of two: 2^(class-1) tokens and more."""
+    return prompt_tokens.bit_length()
+
+
 class Signals:
     """Counts, and keeps the last minute's distributions."""
 
@@ -54,6 +68,7 @@ class Signals:
         self._process = process
         self._began = now
         self._counters = Counters()
+        self._lengths: dict[int, Length] = {}
         self._held = 0
         self._sketches = {
             name: WindowSketch(WINDOW_S)
@@ -70,6 +85,7 @@ class Signals:
         counters.arrived_requests += 1
         counters.arrived_sequences += choices
         counters.arrived_tokens += tokens
+        self._count(tokens, arrived=choices)
 
     def unread(self) -> None:
         """A request was turned away unread: the router is full."""
@@ -108,8 +124,18 @@ class Signals:
         if timeline.completion_tokens:
             self._counters.ended_sequences += timeline.choices
             self._counters.ended_tokens += timeline.completion_tokens
+            self._count(
+                timeline.prompt_tokens, ended=timeline.choices, tokens=timeline.completion_tokens
+            )
         if timeline.tpot_s is not None:
             self._sketches["tpot_s"].add(timeline.tpot_s, now)
+
+    def _count(self, prompt_tokens: int, arrived: int = 0, ended: int = 0, tokens: int = 0) -> None:
+        which = length_class(prompt_tokens)
+        known = self._lengths.get(which, Length())
+        self._lengths[which] = Length(
+            known.arrived + arrived, known.ended + ended, known.tokens + tokens
+        )
 
     def document(
         self, now: float, queued: Queued, workers: Sequence[dict[str, Any]]
@@ -121,6 +147,7 @@ class Signals:
             "window_s": WINDOW_S,
             **{name: sketch.to_json(now) for name, sketch in self._sketches.items()},
             "counters": asdict(self._counters),
+            "lengths": {str(which): list(one) for which, one in self._lengths.items()},
             "queued": queued._asdict(),
             "held_requests": self._held,
             "workers": list(workers),

@@ -168,6 +168,7 @@ def test_a_routers_document_becomes_a_reading() -> None:
     (router,), (told,) = found.routers, found.workers
     assert (router.process, router.uptime_s, router.read_at) == ("process", 30.0, 7.0)
     assert (router.counters.arrived_tokens, router.counters.arrived_sequences) == (50, 2)
+    assert router.counters.lengths == {6: (2, 0, 0)}
     assert (router.queued_requests, router.queued_tokens) == (1, 20)
     assert (told.worker, told.running, told.busy_s, told.heard_at) == ("p-0", 2, 1.5, 6.5)
     assert found.silent == 0
@@ -185,6 +186,13 @@ def test_nobody_has_a_key_where_no_router_knows_one(
     bodies = [json.dumps(whole(clients=one)).encode() for one in clients]
     assert measured.merge([measured.parse(body) for body in bodies]).locked is locked
     assert measured.parse(json.dumps(whole()).encode()).locked is None
+
+
+def test_an_older_router_tells_no_lengths() -> None:
+    document = whole()
+    del document["lengths"]
+    (router,) = measured.parse(json.dumps(document).encode()).routers
+    assert router.counters.lengths == {}
 
 
 def test_the_workers_signals_are_what_a_router_tells(run) -> None:
@@ -213,6 +221,11 @@ def test_the_workers_signals_are_what_a_router_tells(run) -> None:
         {"workers": [worker(running="2")]},
         {"workers": [{}]},
         {"held_requests": None},
+        {"lengths": 3},
+        {"lengths": {"6": [1, -1, 2]}},
+        {"lengths": {"6": [1, 2, 3, 4]}},
+        {"lengths": {"64": [1, 1, 2]}},
+        {"lengths": {"long": [1, 1, 2]}},
     ],
 )
 def test_half_a_document_is_no_reading_but_latencies_count(changes: dict[str, object]) -> None:

@@ -73,6 +73,7 @@ def test_counters_add_up_and_workers_are_counted_once() -> None:
     document = json.loads(json.dumps(merged.sketches("r", documents)))
     assert (document["router"], document["model"]) == ("r", "m")
     assert document["counters"]["started_requests"] == 5
+    assert document["lengths"] == {"4": [0, 5, 1 + 2 + 1 + 2 + 3]}
     assert document["clients"] == 2
     assert document["queued"] == {"requests": 9, "tokens": 90, "sequences": 9}
     assert document["workers"] == [new]

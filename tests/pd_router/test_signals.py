@@ -56,6 +56,16 @@ def test_lengths_come_from_whoever_put_something_out() -> None:
     assert (counters["ended_sequences"], counters["ended_tokens"]) == (3, 30)
 
 
+def test_answers_are_told_by_the_length_of_their_prompts() -> None:
+    signals = Signals("p", 0.0)
+    for tokens in (64, 127, 128):
+        signals.arrived(tokens, 2)
+    signals.ended(timeline(prompt_tokens=100, completion_tokens=0), 1.0)
+    signals.ended(timeline(prompt_tokens=100, completion_tokens=30, choices=2), 1.0)
+    told = signals.document(1.0, Queued(), [])
+    assert told["lengths"] == {"7": [4, 2, 30], "8": [2, 0, 0]}
+
+
 def test_sketches_forget_after_a_minute_and_counters_never() -> None:
     signals = Signals("p", 0.0)
     signals.first_text(timeline(), 1.0, 1.0)

@@ -19,6 +19,8 @@ _OUTLIER = 4.0
 _PRIOR_SLOPE = 0.05
 _PRIOR_LENGTH = 0.01  # a variance of lengths, over their mean's square, that doubts a slope
 _PRIOR_WEIGHT = 1.0  # as much as a variance of one sequence squared
+_SMALL_BATCH = 2.0  # from there to a lone sequence a wrong slope does little
+_VARIED = 4.0  # a variance of batches beside which the prior slope is a fifth of what is said
 
 
 def fade(elapsed_s: float) -> float:
@@ -139,6 +141,16 @@ class StepLine:
         slope = (covariance + _PRIOR_WEIGHT * prior) / (variance + _PRIOR_WEIGHT)
         slope = min(max(slope, 0.0), step_s / batch)
         return step_s - slope * batch, slope
+
+    @property
+    def knows_lone(self) -> bool:
+        """Whether a lone sequence's step is known from what was seen: small batches, or batches
+        that varied. While all were large and alike it is the prior's guess."""
+        if self.weight <= 0:
+            return False
+        batch = self.x / self.weight
+        variance = self.xx / self.weight - batch * batch
+        return batch <= _SMALL_BATCH or variance >= _VARIED
 
     def step_s(self, batch: float) -> float | None:
         line = self.fit()

@@ -197,7 +197,7 @@ def _work(role: Role, flow: Flow, learned: Learned) -> float | None:
         return prompts
     if not learned.output_tokens:
         return None
-    outputs = flow.sequences * learned.output_tokens
+    outputs = learned.outputs(flow)
     return outputs if role is Role.DECODE else prompts + outputs
 
 
@@ -266,7 +266,12 @@ def _needs(
 
 
 def _times(flow: Flow, factor: float) -> Flow:
-    return Flow(flow.requests * factor, flow.sequences * factor, flow.prompt_tokens * factor)
+    return Flow(
+        flow.requests * factor,
+        flow.sequences * factor,
+        flow.prompt_tokens * factor,
+        {which: count * factor for which, count in flow.lengths.items()},
+    )
 
 
 def _beyond_chance(flow: Flow, window_s: float, variation: float) -> Flow:

@@ -17,7 +17,6 @@ _SLOW = 0.05  # how far one reading moves what is averaged
 _SLOWER = 0.02  # the same for what minutes of trouble would bend
 _SPREAD = (1.0, 4.0)
 _BUSY = 0.5  # of the largest batch within the target
-_RUNNING_S = 60.0  # over which running sequences are averaged
 _DISPERSION = (1.0, 4.0)
 _SKETCH_S = 60.0  # what a reading's sketches go back
 _RESERVE_TOKENS = 256  # an engine sets aside so much for a sequence's output at its grant
@@ -35,12 +34,13 @@ def learn(
     usual = pool.running if learned.running is None else learned.running
     made = replace(
         learned,
-        running=usual + (1 - math.exp(-elapsed_s / _RUNNING_S)) * (pool.running - usual),
+        running=usual + (1 - math.exp(-elapsed_s / spec.window_s)) * (pool.running - usual),
         dispersion=_dispersion(learned, pool, usual, elapsed_s),
         speed=speed,
         line=line,
         uncached_share=_follow(learned.uncached_share, seen.uncached_share),
         output_tokens=_follow(learned.output_tokens, seen.output_tokens),
+        answers=learned.answers.learn(seen.answers, _new_share(elapsed_s)),
         overhead_s=_follow(learned.overhead_s, seen.overhead_s),
         sizes=_sizes(learned.sizes, seen.uncached, elapsed_s),
         cost=learned.cost.learn(seen.prompts, _new_share(elapsed_s), elapsed_s),
@@ -53,7 +53,7 @@ def learn(
 
 
 def _dispersion(learned: Learned, pool: PoolSignals, usual: float, elapsed_s: float) -> float:
-    """How much running sequences swing around their average of the last minute."""
+    """How much running sequences swing around their average of the window."""
     if usual < 1:
         return learned.dispersion
     found = min((pool.running - usual) ** 2 / usual, _DISPERSION[1] ** 2)

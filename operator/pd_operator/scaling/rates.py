@@ -6,12 +6,14 @@ unknown. So neither a restart of a router nor one of ours is a spike.
 """
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from pd_operator.api import Role
-from pd_operator.measured import Counters, RouterReading, Samples, WorkerReading
+from pd_operator.measured import Counters, Length, RouterReading, Samples, WorkerReading
 from pd_operator.scaling.types import (
+    Answered,
     Flow,
     Flows,
     Observations,
@@ -90,6 +92,11 @@ def observe(history: History, spec: Spec) -> Observations:
         },
         uncached_share=_ratio(spent.uncached_tokens, spent.started_tokens),
         output_tokens=_ratio(spent.ended_tokens, spent.ended_sequences),
+        answers={
+            which: Answered(length.ended, length.tokens)
+            for which, length in spent.lengths.items()
+            if length.ended
+        },
         overhead_s=_ratio(spent.overhead_s, spent.started_requests),
         queued_requests=sum(one.queued_requests for one in latest.routers),
         queued_tokens=sum(one.queued_tokens for one in latest.routers),
@@ -121,12 +128,24 @@ def _counted(history: History, router: RouterReading, now: float) -> Counters:
 
 
 def _add(one: Counters, other: Counters) -> Counters:
-    return Counters(*(getattr(one, f.name) + getattr(other, f.name) for f in fields(Counters)))
+    return _joined(one, other, operator.add)
 
 
 def _minus(one: Counters, other: Counters) -> Counters:
+    return _joined(one, other, lambda a, b: max(a - b, 0.0))
+
+
+def _joined(one: Counters, other: Counters, join: Callable[[float, float], float]) -> Counters:
+    names = (f.name for f in fields(Counters) if f.name != "lengths")
+    lengths = {
+        which: Length(
+            *map(join, one.lengths.get(which, Length()), other.lengths.get(which, Length()))
+        )
+        for which in sorted(one.lengths.keys() | other.lengths.keys())
+    }
     return Counters(
-        *(max(getattr(one, f.name) - getattr(other, f.name), 0.0) for f in fields(Counters))
+        **{name: join(getattr(one, name), getattr(other, name)) for name in names},
+        lengths=lengths,
     )
 
 
@@ -152,6 +171,11 @@ def _flow(points: tuple[_Point, ...], window_s: float) -> Flow | None:
         requests=requests / span_s,
         sequences=came.arrived_sequences * more / span_s,
         prompt_tokens=came.arrived_tokens * more / span_s,
+        lengths={
+            which: length.arrived * more / span_s
+            for which, length in came.lengths.items()
+            if length.arrived
+        },
     )
 
 

@@ -11,7 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pd_operator.api import Role
-from pd_operator.measured import Counters, RouterReading, Samples, Sketch, WorkerReading
+from pd_operator.measured import (
+    Counters,
+    RouterReading,
+    Samples,
+    Sketch,
+    WorkerReading,
+    lengths,
+)
 from pd_operator.scaling.decide import State, decide
 from pd_operator.scaling.rates import History, extend, observe
 from pd_operator.scaling.spec import longest_window_s
@@ -99,7 +106,7 @@ def _pool(data: Mapping[str, Any]) -> PoolSpec:
 
 
 def _samples(data: Mapping[str, Any]) -> Samples:
-    routers = (RouterReading(**{**r, "counters": Counters(**r["counters"])})
+    routers = (RouterReading(**{**r, "counters": _counters(r["counters"])})
                for r in data["routers"])  # fmt: skip
     return Samples(
         **{name: _sketch(data[name]) for name in _SKETCHES},
@@ -107,6 +114,10 @@ def _samples(data: Mapping[str, Any]) -> Samples:
         workers=tuple(WorkerReading(**one) for one in data["workers"]),
         silent=int(data["silent"]),
     )
+
+
+def _counters(data: Mapping[str, Any]) -> Counters:
+    return Counters(**{**data, "lengths": lengths(data.get("lengths", {}))})
 
 
 def _sketch(data: Mapping[str, int]) -> Sketch:

@@ -12,7 +12,7 @@ Both for the demand that is forecast. Up to the `margin` by which forecasts have
 they promise less: no queue may grow, and the mean step may take as long as the target.
 
 Where a target can't be met with one request alone, workers can't help: `infeasible` says
-so, and the pool is sized as for a target that can be met.
+so once that has been seen, and the pool is sized as for a target that can be met.
 """
 
 import math
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from pd_operator.scaling import service
 from pd_operator.scaling.allowance import Allowance
+from pd_operator.scaling.answers import Answers
 from pd_operator.scaling.capacity import PromptCost, Speed, StepLine
 from pd_operator.scaling.feedback import Feedback
 from pd_operator.scaling.queueing import waiting
@@ -52,9 +53,10 @@ class Learned:
     line: StepLine = field(default_factory=StepLine)
     spread: float | None = None  # co-located: the TPOT percentile over the mean step
     uncached_share: float = 1.0
-    output_tokens: float | None = None
+    output_tokens: float | None = None  # of the last minute's mean answer
+    answers: Answers = field(default_factory=Answers)
     kv_each: float | None = None  # tokens of KV, a sequence
-    running: float | None = None  # sequences in the pool, over the last minute
+    running: float | None = None  # sequences in the pool, on average over its window
     dispersion: float = 1.0  # of them: variance over mean; 1 where they come independently
     overhead_s: float = 0.0
     sizes: Mapping[int, int] = field(default_factory=dict)  # tokens to compute, a request
@@ -62,6 +64,11 @@ class Learned:
     allowance: Allowance = field(default_factory=Allowance)
     feedback: Feedback = field(default_factory=Feedback)
     start_s: float = UNKNOWN_S  # from asking for a worker until it serves
+
+    def outputs(self, flow: Flow) -> float:
+        """Tokens a second that these arrivals will put out."""
+        unknown = max(flow.sequences - sum(flow.lengths.values()), 0.0)
+        return self.answers.tokens(flow.lengths) + unknown * (self.output_tokens or 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,8 @@ def decode(case: Case) -> Need:
         # Where KV lets no more run, steps are shorter than the target, and stays too.
         batch = max(min(batch, case.kv_room / learned.kv_each), 1.0)
     step_s = line.step_s(batch) or 0.0
-    predicted = flow.sequences * (learned.output_tokens or 0.0) * step_s
+    outputs = learned.outputs(flow)
+    predicted = outputs * step_s
     running = _beyond_chance(pool.running, learned)
     present = running / max(pool.workers, 1)
     # Steps that take too long keep sequences longer than they would with enough workers.
@@ -138,7 +146,7 @@ def decode(case: Case) -> Need:
             "running": pool.running,
             "waiting": waits,
             "concurrency": concurrency,
-            "output_tokens": learned.output_tokens or 0.0,
+            "output_tokens": outputs / flow.sequences if flow.sequences > 0 else 0.0,
             "batch": batch,
             "step_s": step_s,
             "by_batch": by_batch,
@@ -151,7 +159,7 @@ def decode(case: Case) -> Need:
 
 
 def _beyond_chance(running: float, learned: Learned) -> float:
-    """Sequences of the last minute, or of now where chance doesn't explain that there are more:
+    """Sequences on average, or of now where chance doesn't explain that there are more:
     else a pool would be sized for the highest of many looks."""
     usual = running if learned.running is None else learned.running
     return max(usual, running - _CHANCE * math.sqrt(running))
@@ -169,7 +177,7 @@ def _own_share(pool: PoolSignals, learned: Learned) -> float:
 def colocated(case: Case) -> Need:
     """Prompts and outputs are tokens in the same steps: both models over one line."""
     seen, pool, flow, learned = case.seen, case.pool, case.flow, case.learned
-    out = flow.sequences * (learned.output_tokens or 0.0)
+    out = learned.outputs(flow)
     tokens = flow.prompt_tokens * learned.uncached_share + out
     backlog = seen.queued_tokens * learned.uncached_share + pool.pending_tokens
     if not (tokens or backlog or flow.requests or pool.running):
@@ -251,7 +259,7 @@ def _largest_batch(
     if spec.tpot is None:
         return max(limit * MAX_LOAD, 1.0), False
     step_s = spec.tpot.seconds / spread
-    infeasible = step_s < alone_s
+    infeasible = step_s < alone_s and line.knows_lone
     batch = line.largest_batch(max(step_s, alone_s * _LEAST_STEP))
     return max(min(batch, limit), 1.0), infeasible
 

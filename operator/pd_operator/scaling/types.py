@@ -5,6 +5,7 @@ Times are on the operator's monotonic clock, in seconds; rates are per second.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pd_operator.api import Role
 from pd_operator.measured import Sketch
@@ -74,6 +75,9 @@ class Flow:
     requests: float = 0.0
     sequences: float = 0.0
     prompt_tokens: float = 0.0
+    lengths: Mapping[int, float] = field(default_factory=dict)
+    """Of the sequences, those whose prompts are below each power of two; routers of an older
+    version tell none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,13 @@ class PoolSignals:
     work: tuple[Work, ...] = ()
 
 
+class Answered(NamedTuple):
+    """Sequences that ended, and the tokens that they put out."""
+
+    sequences: float = 0.0
+    tokens: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSums:
     """Over prompts that were computed: uncached tokens n and seconds s, and sums of n x n,
@@ -136,6 +147,7 @@ class Observations:
     flows: Mapping[Role, Flows] = field(default_factory=dict)
     uncached_share: float | None = None  # of prompt tokens; None: nothing was computed
     output_tokens: float | None = None  # a sequence; None: none ended
+    answers: Mapping[int, Answered] = field(default_factory=dict)  # by prompts' lengths
     overhead_s: float | None = None  # of TTFT, neither waiting nor computing
     queued_requests: float = 0.0  # in the routers' admission
     queued_tokens: float = 0.0

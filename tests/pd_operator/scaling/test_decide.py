@@ -30,6 +30,7 @@ from tests.pd_operator.scaling.world import (
     observations,
     prefill,
     sketch,
+    steps,
 )
 
 P, D = Role.PREFILL, Role.DECODE
@@ -340,6 +341,27 @@ def test_a_hopeless_tpot_is_said_too() -> None:
     cluster = Cluster([prefill(), decode(tpot=Target(99, 0.001))])
     cluster.steady(5, 100)
     assert cluster.last[D].numbers["infeasible"] == 1.0
+
+
+def test_a_target_is_not_called_hopeless_by_a_guess() -> None:
+    """A worker that has only had large batches: by the prior slope a lone sequence's step
+    takes twice the target, but nobody has seen one."""
+    crowded = PoolSignals(
+        workers=1, running=100, kv_tokens_each=1e6, max_running_each=256,
+        work=(steps(100),),
+    )  # fmt: skip
+    cluster = Cluster([prefill(), decode(1)], state=State({D: PoolState()}))
+    cluster.look(observations(0, 5, decode=crowded))
+    guessed = cluster.state.pools[D].learned.line.step_s(1.0)
+    assert guessed is not None
+    cluster.pools[1] = replace(cluster.pools[1], tpot=Target(99, guessed / 2))
+    found = cluster.look(observations(0, 5, decode=crowded))[D]
+    assert found.numbers["infeasible"] == 0.0
+    lone = replace(crowded, running=1, work=(steps(1), steps(100), steps(1)))
+    cluster.look(observations(0, 5, decode=lone))
+    cluster.pools[1] = replace(cluster.pools[1], tpot=Target(99, 0.005))
+    found = cluster.look(observations(0, 5, decode=lone))[D]
+    assert found.numbers["infeasible"] == 1.0
 
 
 @pytest.mark.parametrize(("target_s", "at_least"), [(5.0, 3), (0.3, 4), (0.15, 4)])

@@ -15,6 +15,7 @@ from pd_operator.scaling import bounds
 from pd_operator.scaling.decide import PoolState, State, decide
 from pd_operator.scaling.telling import MOVES
 from pd_operator.scaling.types import (
+    Answered,
     Flow,
     Flows,
     Hold,
@@ -40,6 +41,7 @@ P, D = Role.PREFILL, Role.DECODE
 LEARNED = State({role: PoolState(learned=known()) for role in Role})
 amounts = st.floats(0, 1e6, allow_nan=False)
 rates = st.floats(0, 2000, allow_nan=False)
+LONG = Answered(50, 100)
 
 
 @st.composite
@@ -60,7 +62,10 @@ def pool_signals(draw: st.DrawFn) -> PoolSignals:
 @st.composite
 def flows(draw: st.DrawFn) -> Flow:
     requests = draw(rates)
-    return Flow(requests, requests * draw(st.floats(0, 4)), requests * draw(st.floats(0, 1e5)))
+    sequences = requests * draw(st.floats(0, 4))
+    share = draw(st.floats(0, 1))
+    which = draw(st.sampled_from([6, 7, 14]))
+    return Flow(requests, sequences, requests * draw(st.floats(0, 1e5)), {which: sequences * share})
 
 
 @st.composite
@@ -73,6 +78,7 @@ def seen(draw: st.DrawFn) -> Observations:
         },
         uncached_share=draw(st.none() | st.floats(0, 1)),
         output_tokens=draw(st.none() | st.floats(0, 1e5)),
+        answers=draw(st.sampled_from([{}, {6: Answered(3, 600)}, {6: Answered(9, 9), 14: LONG}])),
         overhead_s=draw(st.none() | st.floats(0, 100)),
         queued_requests=draw(amounts),
         queued_tokens=draw(amounts),
@@ -138,13 +144,14 @@ def test_never_beyond_bounds_or_budget(spec: Spec, looks: list[Observations], st
         spec = replace(spec, pools=tuple(pools))
 
 
-@given(seen(), rates, st.floats(1, 5), st.sampled_from([P, D]))
+@given(seen(), rates, st.floats(1, 5), st.sampled_from([P, D]), st.floats(0, 1))
 def test_more_demand_never_means_fewer_workers(
-    found: Observations, requests: float, factor: float, role: Role
+    found: Observations, requests: float, factor: float, role: Role, chats: float
 ) -> None:
     sizes = []
     for load in (requests, requests * factor):
-        same = Flows(flow(load), flow(load))
+        mix = {6: load * chats, 14: load * (1 - chats)}
+        same = Flows(*(replace(flow(load), lengths=mix) for _ in range(2)))
         look = replace(found, read_at=0.0, complete=True, flows=dict.fromkeys(Role, same))
         spec = Spec((prefill(3, maximum=1000, max_up=1000), decode(3, maximum=1000, max_up=1000)))
         _, decisions = decide(spec, look, LEARNED, 0.0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_operator.api import Role
-from pd_operator.measured import Counters, RouterReading, Samples, WorkerReading
+from pd_operator.measured import Counters, Length, RouterReading, Samples, WorkerReading
 from pd_operator.scaling import explaining, recording
 from pd_operator.scaling.explaining import Told
 from pd_operator.scaling.types import Decision, Hold, Ratio, Scale, Spec
@@ -19,10 +19,11 @@ from tests.pd_operator.scaling.world import Cluster, decode, observations, prefi
 from tests.pd_sim.rig import evenly, joined, pair, simulate
 
 P, D = Role.PREFILL, Role.DECODE
+COUNTED = Counters(arrived_requests=5, lengths={6: Length(5, 3, 40)})
 SAMPLES = Samples(
     ttft={3: 4},
     uncached={-7: 1},
-    routers=(RouterReading("r", 2.0, 9.0, Counters(arrived_requests=5)),),
+    routers=(RouterReading("r", 2.0, 9.0, COUNTED),),
     workers=(WorkerReading("w", "e", "prefill", 1.5, kv_tokens=100),),
     silent=1,
 )

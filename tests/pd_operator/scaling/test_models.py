@@ -103,6 +103,14 @@ def test_batches_that_were_all_alike_leave_the_prior() -> None:
     assert line.largest_batch(2 * (BASE_S + SLOPE_S)) == pytest.approx(21, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("batches", "known"),
+    [((), False), ((12, 12, 12), False), ((1, 1), True), ((10, 12, 11), False), ((4, 8, 12), True)],
+)
+def test_a_lone_sequences_step_is_known_or_guessed(batches: tuple[float, ...], known: bool) -> None:
+    assert StepLine().learn([steps(batch) for batch in batches], 0.0).knows_lone is known
+
+
 def test_nothing_seen_no_line() -> None:
     assert StepLine().fit() is None
     assert StepLine().step_s(4) is None

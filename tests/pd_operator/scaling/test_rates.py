@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pd_operator.api import Role
-from pd_operator.measured import Counters, RouterReading, Samples, WorkerReading
+from pd_operator.measured import Counters, Length, RouterReading, Samples, WorkerReading
 from pd_operator.scaling.rates import HEARD_S, History, extend, observe
-from pd_operator.scaling.types import Flow, Observations, Spec
+from pd_operator.scaling.types import Answered, Flow, Observations, Spec
 from tests.pd_operator.scaling.world import decode, prefill
 
 SPEC = Spec((prefill(), decode()))
@@ -126,6 +126,18 @@ def test_averages_are_of_the_last_minute() -> None:
     assert (found.uncached_share, found.overhead_s, found.output_tokens) == (0.25, 0.5, 40)
     quiet = read(at(0, 7), at(5, 7))
     assert (quiet.uncached_share, quiet.overhead_s, quiet.output_tokens) == (None, None, None)
+
+
+def test_lengths_of_prompts_and_of_their_answers() -> None:
+    def at(time: float, **counted: Any) -> Samples:
+        return of(router(time, 0, counters=Counters(**counted)))
+
+    before, after = {6: Length(5, 5, 50)}, {6: Length(15, 10, 150), 14: Length(10, 0, 0)}
+    found = read(at(0, lengths=before), at(5, arrived_requests=20, lengths=after))
+    assert long(found).lengths == {6: 2, 14: 2}
+    assert found.answers == {6: Answered(5, 100)}
+    unread = read(at(0), at(5, arrived_requests=20, unread_requests=20, lengths=after))
+    assert long(unread).lengths == {6: 6, 14: 4}
 
 
 def test_what_workers_say() -> None:

@@ -1,17 +1,18 @@
 """Covers scaling.decide over longer stories, with workers that take their time to start: a slow
-ramp is met ahead of time, silence after load, pods that never start, chance around a threshold,
-what users got."""
+ramp is met ahead of time, chats are followed by long prompts, silence after load, pods that
+never start, chance around a threshold, what users got."""
 
 import itertools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
 from pd_operator.api import Role
-from pd_operator.scaling.types import Observations, PoolSignals, Target
+from pd_operator.scaling.types import Answered, Flow, Flows, Observations, PoolSignals, Target
 from tests.pd_operator.scaling.world import (
     POLL_S,
     PROMPT_TOKENS,
@@ -26,6 +27,94 @@ from tests.pd_operator.scaling.world import (
 pytestmark = pytest.mark.slow
 
 P, D = Role.PREFILL, Role.DECODE
+CHAT, LONG = 6, 14  # prompts of less than 64 and of less than 16,384 tokens
+CHATTED = {CHAT: Answered(300, 300 * 400.0)}
+"""What ended in a minute of five chats a second, of 400 tokens each."""
+
+
+def mixed(cluster: Cluster, chats: float, prompts: float, **fields: Any) -> None:
+    """A look at so many chats and long prompts a second, with room for KV to spare."""
+    flow = Flow(
+        chats + prompts, chats + prompts, chats * 50 + prompts * 12_000.0,
+        {CHAT: chats, LONG: prompts},
+    )  # fmt: skip
+    signals = PoolSignals(
+        workers=cluster.size(D), running=fields.pop("running"), kv_tokens_each=1e9,
+        max_running_each=256,
+    )  # fmt: skip
+    seen = observations(0, chats + prompts, decode=signals, **fields)
+    cluster.look(replace(seen, flows=dict.fromkeys(Role, Flows(flow, flow))))
+
+
+def after_chats() -> tuple[Cluster, int, int]:
+    """Ten minutes of chats, and the sizes then."""
+    cluster = Cluster()
+    for _ in range(120):
+        mixed(cluster, 5, 0, running=60, answers=CHATTED, output_tokens=400.0)
+    return cluster, cluster.size(P), cluster.size(D)
+
+
+@pytest.mark.parametrize(
+    ("chats", "answers", "output_tokens"),
+    [
+        pytest.param(0, {}, None, id="nothing ends: prompts wait for prefill"),
+        pytest.param(0, CHATTED, 400.0, id="none but chats ends"),
+        pytest.param(5, CHATTED, 400.0, id="chats go on beside them"),
+        pytest.param(0, {LONG: Answered(300, 600)}, 2.0, id="long prompts are answered"),
+        pytest.param(
+            5, {**CHATTED, LONG: Answered(300, 600)}, 201.0, id="both are, half as long on average"
+        ),
+    ],
+)
+def test_long_prompts_with_short_answers_after_chats_move_prefill_alone(
+    chats: float, answers: dict[int, Answered], output_tokens: float | None
+) -> None:
+    """Four times the requests, by prompts that are answered in two tokens. Times the chats'
+    mean answer, which is all that ends in the first minute, it would be four times decode."""
+    cluster, prefill_then, decode_then = after_chats()
+    assert decode_then > 1
+    for _ in range(24):
+        mixed(
+            cluster, chats, 20, running=60 if chats else 0,
+            answers=answers, output_tokens=output_tokens,
+        )  # fmt: skip
+    assert cluster.size(P) > 3 * prefill_then
+    assert cluster.size(D) == decode_then
+    assert cluster.last[P].reason != cluster.last[D].reason
+
+
+def test_chats_that_are_over_count_no_longer_than_the_window() -> None:
+    """A pool that follows ten seconds: half a minute after the last chat a long prompt comes,
+    and decode, which has gone back, stays as small as it is."""
+    window = {"window_s": 10.0, "stabilization_s": 20.0, "step_s": 5.0}
+    cluster = Cluster([prefill(), decode(4, **window)])
+    for _ in range(60):
+        mixed(cluster, 5, 0, running=150, answers=CHATTED, output_tokens=400.0)
+    assert cluster.size(D) >= 4
+    for _ in range(8):
+        mixed(cluster, 0, 0, running=0, answers={}, output_tokens=None)
+    gone = cluster.size(D)
+    assert gone == 1
+    mixed(cluster, 0, 0.6, running=0, answers={}, output_tokens=None)
+    assert cluster.size(D) == gone
+
+
+def test_more_chats_beside_long_prompts_move_decode_at_once() -> None:
+    cluster, _, decode_then = after_chats()
+    mixed(cluster, 15, 20, running=60, answers=CHATTED, output_tokens=400.0)
+    assert cluster.size(D) > decode_then
+    assert cluster.last[D].numbers["output_tokens"] == pytest.approx(15 * 400 / 35, rel=1e-3)
+
+
+def test_long_answers_to_prompts_of_a_new_length_move_decode_once_they_run() -> None:
+    """Nobody knows how long these answers will be, and none has ended yet."""
+    cluster, _, decode_then = after_chats()
+    for running in (0, 20, 60):
+        mixed(cluster, 0, 20, running=running, answers=CHATTED, output_tokens=400.0)
+        assert cluster.size(D) == decode_then
+    for running in (120, 180, 240):
+        mixed(cluster, 0, 20, running=running, answers=CHATTED, output_tokens=400.0)
+    assert cluster.size(D) > decode_then
 
 
 @dataclass
