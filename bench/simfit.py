@@ -209,6 +209,8 @@ def main(quick: bool) -> None:
         for name, side in (("measured", real), ("simulated", model)):
             figures = (side.ttft_p50_s * 1000, side.tpot_p50_s * 1000, side.attainment)
             rows.append((f"{kind}, {name}", *figures))
+            print("{}: TTFT {:.0f} ms, TPOT {:.1f} ms, {:.0%}".format(*rows[-1]), flush=True)
+        print(f"{kind}: the machine drifted by {drifts[kind]:.0%}", flush=True)
     print(table(("", "TTFT p50 ms", "TPOT p50 ms", "attainment"), rows))
     metrics = {key: max(one[key] for one in found.values()) for key in GOALS}
     metrics |= {f"{kind}_{key}": value for kind in found for key, value in found[kind].items()}
