@@ -1,6 +1,7 @@
 """`pdcluster estimate`: how large a prompt's KV is, and how long its hand-over takes."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ _GPU_FLOPS = 0.5 * 989e12
 
 @click.command(name="estimate")
 @click.option("--model", required=True, help="A well-known name, or a path to a config.json.")
-@click.option("--prompt", type=click.IntRange(min=1), required=True, help="Tokens.")
+@click.option("--prompt", type=click.IntRange(1, 10**12), required=True, help="Tokens.")
 @click.option(
     "--link",
     "link_text",
@@ -75,6 +76,8 @@ def command(
         links = [core.link(text) for text in link_text] or list(core.LINKS.values())
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--link") from error
+    if prefill_rate is not None and not math.isfinite(prefill_rate):
+        raise click.BadParameter("give a number", param_hint="--prefill-rate")
     try:
         kv, parameters = _model(model, dtype)
     except ValueError as error:
@@ -128,7 +131,7 @@ def _model(name: str, dtype: str | None) -> tuple["ModelKv", float | None]:
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UnknownGeometry(f"not a config.json: {error}") from error
         if not isinstance(config, dict):
             raise UnknownGeometry("not a config.json: no object")

@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 import click
 
@@ -13,6 +13,7 @@ from pd_cli import output as outputs
 from pd_cli import top
 
 _TIMEOUT_S = 5.0
+_MOST_BYTES = 16 << 20
 _FILE_COLUMNS = 110
 
 
@@ -40,7 +41,7 @@ def command(
 
 def show(places: Sequence[top.Place], request_id: str | None, last: int, output: str) -> None:
     """Prints what the routers at these places know; ends with 1 where they know nothing."""
-    entries = asyncio.run(_entries(places, request_id))[:last]
+    entries = asyncio.run(_entries(places, request_id, last))[:last]
     if output == outputs.JSON:
         outputs.document({"requests": entries})
     if not entries:
@@ -51,22 +52,28 @@ def show(places: Sequence[top.Place], request_id: str | None, last: int, output:
         _print(entries)
 
 
-async def _entries(places: Sequence[top.Place], request_id: str | None) -> list[dict[str, Any]]:
+async def _entries(
+    places: Sequence[top.Place], request_id: str | None, last: int
+) -> list[dict[str, Any]]:
     """The latest first, of all routers that answer."""
     from pd_operator import httpget
 
-    path = "/debug/requests" + (f"?id={quote(request_id, safe='')}" if request_id else "")
+    wanted = {"last": str(last)} | ({"id": request_id} if request_id else {})
+    path = f"/debug/requests?{urlencode(wanted, errors='replace')}"
     found: list[dict[str, Any]] = []
-    answered = 0
+    reasons = []
     for host, port in places:
         try:
-            answer = await httpget.get(host, port, path, timeout_s=_TIMEOUT_S)
+            answer = await httpget.get(
+                host, port, path, timeout_s=_TIMEOUT_S, max_bytes=_MOST_BYTES
+            )
             found += json.loads(answer.body)["requests"]
-        except (httpget.GetFailed, ValueError, KeyError):
-            continue
-        answered += 1
-    if not answered:
-        where = ", ".join(f"{host}:{port}" for host, port in places)
+        except httpget.GetFailed as error:
+            reasons.append(f"{host}:{port} ({error})")
+        except (ValueError, KeyError, TypeError):
+            reasons.append(f"{host}:{port} (what answers is no router's admin port)")
+    if len(reasons) == len(places):
+        where = ", ".join(reasons)
         raise top.NothingToSee(f"no router answers at {where or 'any address yet'}")
     return sorted(found, key=lambda entry: -float(entry["ended_at"]))
 

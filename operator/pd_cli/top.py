@@ -101,10 +101,14 @@ async def _ask(place: Place) -> dict[str, Any] | None:
 
 
 def place(url: str, port: int = _ADMIN_PORT) -> Place:
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    if not parts.hostname:
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        host, given = parts.hostname, parts.port
+    except ValueError as error:
+        raise NothingToSee(f"{url!r}: {error}; write it like http://localhost:9090") from None
+    if not host:
         raise NothingToSee(f"{url!r} names no host; write it like http://localhost:9090")
-    return parts.hostname, parts.port or port
+    return host, given or port
 
 
 def find(name: str | None) -> Sequence[Place]:

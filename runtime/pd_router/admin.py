@@ -9,7 +9,7 @@ import msgspec
 from pd_router import live
 from pd_router.errors import ApiError
 from pd_router.exchange import Exchange, Receive, Scope, Send
-from pd_router.journal import Journal
+from pd_router.journal import RING_REQUESTS, Journal
 from pd_router.metrics import CONTENT_TYPE, Metrics
 from pd_router.page import STATE, LivePage, check_host
 from pd_router.signals import Queued
@@ -18,6 +18,15 @@ from pd_router.sizes import Sizes
 from pd_router.types import WorkersApi
 
 PAGES = ("/health", "/metrics", "/sketches", "/debug/requests", "/debug/workers", STATE)
+
+
+def asked_for(query: bytes) -> tuple[str | None, int]:
+    """Of /debug/requests?id=…&last=…: whose, and how many at most; ApiError for nonsense."""
+    given = parse_qs(query.decode("latin-1"))
+    last = given.get("last", [str(RING_REQUESTS)])[0]
+    if not (last.isascii() and last.isdigit() and 1 <= int(last[:9]) <= RING_REQUESTS):
+        raise ApiError(400, f"last is {last[:20]!r}; write 1 to {RING_REQUESTS}.", code="bad_query")
+    return given.get("id", [None])[0], int(last)
 
 
 class AdminApp:
@@ -77,8 +86,8 @@ class AdminApp:
             return {"workers": self._workers.snapshot()}
         if exchange.path == STATE:
             return self._state()
-        given = parse_qs(exchange.query.decode("latin-1")).get("id")
-        return {"requests": self._journal.find(given[0] if given else None)}
+        wanted, most = asked_for(exchange.query)
+        return {"requests": self._journal.find(wanted, most)}
 
     def _state(self) -> dict[str, object]:
         head = {

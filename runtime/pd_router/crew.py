@@ -11,13 +11,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from urllib.parse import parse_qs
 
 import msgspec
 
 from pd_core.failures import FailureKind
 from pd_router import live, merged
-from pd_router.admin import PAGES
+from pd_router.admin import PAGES, asked_for
 from pd_router.errors import ApiError
 from pd_router.exchange import Exchange, Receive, Scope, Send
 from pd_router.http import HttpServer, bind, listen
@@ -221,12 +220,13 @@ class Crew:
         return merged.sketches(self._settings.router_name, pages)
 
     async def _requests(self, exchange: Exchange) -> object:
+        _, most = asked_for(exchange.query)
         query = exchange.query.decode("latin-1")
-        path = f"{exchange.path}?{query}" if parse_qs(query).get("id") else exchange.path
+        path = f"{exchange.path}?{query}" if query else exchange.path
         pages = [msgspec.json.decode(page) for page in await self._pages(path)]
         entries = [entry for page in pages for entry in page["requests"]]
         entries.sort(key=lambda entry: float(entry["ended_at"]), reverse=True)
-        return {"requests": entries}
+        return {"requests": entries[:most]}
 
     async def _pages(self, path: str) -> list[bytes]:
         """A page of each process that answers; ApiError where none does."""

@@ -16,6 +16,7 @@ _NO_ORDINAL = 1 << 30
 _TELLING_STEP_TOKENS = 64
 _SPEED_MEMORY = 0.9  # of what was measured before, a heartbeat with news
 _STEP_MEMORY = 0.8
+_IDLE_BEATS = 10  # then a step's measured time counts no more
 _STAY_MEMORY = 0.95
 _LINK_FADE = 0.99
 _TELLING_SEQUENCES = 4
@@ -110,6 +111,7 @@ class WorkerView:
     kv_layers: int = 1
     step_s: float = 0.0  # decode: mean of late, at `step_fill`
     step_fill: float = 0.0  # share of the KV pool that was in use
+    idle_beats: int = 0  # heartbeats in a row with nothing running
     stay_s: float = 0.0  # decode: how long a request keeps its room, of late; 0: unknown
     link_bytes_s: float = 0.0  # the fastest hand-over into it of late; 0: none yet
     own_running: int = 0  # sequences of this router
@@ -205,6 +207,16 @@ class WorkerView:
             fill = load.kv_used / load.kv_blocks
             self.step_s = kept * self.step_s + (1 - kept) * load.step_s
             self.step_fill = kept * self.step_fill + (1 - kept) * fill
+            self.idle_beats = 0
+        elif not load.running:
+            self._forget_step()
+
+    def _forget_step(self) -> None:
+        """One that was measured in a bad moment, and therefore gets no work, would never be
+        measured again: after a while it's taken for those like it."""
+        self.idle_beats += 1
+        if self.idle_beats >= _IDLE_BEATS:
+            self.step_s = self.step_fill = 0.0
 
     def assign_prefill(self, tokens: int) -> None:
         """What is cached before them isn't counted until a heartbeat tells."""

@@ -101,13 +101,15 @@ class Journal:
         except Exception:
             log.exception("request=%s has no spans", record.request_id)
 
-    def find(self, request_id: str | None) -> list[dict[str, Any]]:
-        """The latest first; with an id (the header's or the answer's) only those."""
-        return [
-            entry.document()
+    def find(self, request_id: str | None, most: int = RING_REQUESTS) -> list[dict[str, Any]]:
+        """The latest first, at most so many; with an id (the header's or the answer's) only
+        those."""
+        found = (
+            entry
             for entry in reversed(self._recent)
             if request_id is None or request_id in (entry.request_id, entry.reply_id)
-        ]
+        )
+        return [entry.document() for entry in islice(found, most)]
 
     def latest(self, most: int) -> list[dict[str, Any]]:
         """The last ones that ended, the latest first."""

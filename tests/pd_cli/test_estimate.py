@@ -58,7 +58,12 @@ def test_a_config_of_ones_own(tmp_path: Path, named: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [("{", "not a config.json"), ("[]", "no object"), ('{"model_type": "mamba"}', "recurrent")],
+    [
+        ("{", "not a config.json"),
+        ("[" * 200_000, "not a config.json"),
+        ("[]", "no object"),
+        ('{"model_type": "mamba"}', "recurrent"),
+    ],
 )
 def test_files_that_say_nothing(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / "config.json").write_text(content)
@@ -75,6 +80,8 @@ def test_files_that_say_nothing(tmp_path: Path, content: str, says: str) -> None
         (("--model", "llama-2-7b", "--prompt", "1", "--link", "string"), "rdma-100g"),
         (("--model", "llama-2-7b", "--prompt", "1", "--dtype", "int3"), "bfloat16"),
         (("--model", "llama-2-7b", "--prompt", "1", "--prefill-rate", "0"), "--prefill-rate"),
+        (("--model", "llama-2-7b", "--prompt", "1", "--prefill-rate", "nan"), "--prefill-rate"),
+        (("--model", "llama-2-7b", "--prompt", "9" * 400), "--prompt"),
     ],
 )
 def test_what_it_says_when_it_cant(arguments: tuple[str, ...], says: str) -> None:

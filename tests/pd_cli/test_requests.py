@@ -70,7 +70,27 @@ def test_nothing_is_known(run: Run, more: tuple[str, ...], words: str) -> None:
     run(scenario())
 
 
-def test_nobody_answers() -> None:
-    said = CliRunner().invoke(requests.command, ["--url", "127.0.0.1:1"])
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("127.0.0.1:1", "no router answers at 127.0.0.1:1 (connection refused)"),
+        ("http://[::1", "write it like http://localhost:9090"),
+        ("http://127.0.0.1:99999", "write it like http://localhost:9090"),
+    ],
+)
+def test_nobody_answers(url: str, words: str) -> None:
+    said = CliRunner().invoke(requests.command, ["--url", url])
     assert said.exit_code == 1
-    assert "no router answers at 127.0.0.1:1" in said.output
+    assert words in said.output
+
+
+def test_somebody_else_answers(run: Run) -> None:
+    async def scenario() -> None:
+        page = {"/debug/requests": lambda: web.Page(b"null")}
+        async with web.serving({("127.0.0.1", 0): page}) as [port]:
+            command = ["--url", f"127.0.0.1:{port}", "--id", "\udcff"]
+            said = await asyncio.to_thread(CliRunner().invoke, requests.command, command)
+        assert said.exit_code == 1
+        assert "is no router's admin port" in said.output
+
+    run(scenario())

@@ -57,10 +57,16 @@ def test_the_admin_port() -> None:
                 assert entry["timelines"][0]["ttft_s"] > 0
             assert (await page("/debug/requests?id=none"))["requests"] == []
             assert len((await page("/debug/requests"))["requests"]) == 1
+            again = await api.chat.completions.create(model=MODEL, messages=HI)
+            (entry,) = (await page("/debug/requests?last=1"))["requests"]
+            assert entry["id"] == again.id
+            for nonsense in ("0", "x", "-1", "1001", "9" * 5000):
+                refused = await page(f"/debug/requests?last={nonsense}", 400)
+                assert refused["error"]["code"] == "bad_query"
             assert [w["worker"] for w in (await page("/debug/workers"))["workers"]] == ["p-0"]
             sketches = await page("/sketches")
             assert sketches["router"] == "router-0"
-            assert sum(sketches["ttft_s"].values()) == 1
+            assert sum(sketches["ttft_s"].values()) == 2
             assert "pdcluster_router_ttft_seconds_bucket" in await page("/metrics")
             assert (await page("/health"))["status"] == "ok"
             assert (await page("/other", 404))["error"]["code"] == "unknown_url"

@@ -219,6 +219,8 @@ def test_two_processes_are_one_router() -> None:
             ids = [await ask() for _ in range(40)]
             entries = (await site.page("/debug/requests"))["requests"]
             assert {entry["id"] for entry in entries} == set(ids)
+            found = (await site.page("/debug/requests?last=2"))["requests"]
+            assert [entry["id"] for entry in found] == ids[:-3:-1]
             found = (await site.page(f"/debug/requests?id={ids[0]}"))["requests"]
             assert [entry["id"] for entry in found] == ids[:1]
             assert both.binds == 2  # each process has a work stream of its own

@@ -194,6 +194,24 @@ def test_decode_steps_have_the_same_priors() -> None:
     assert Speeds([l40s, h100, again]).step_s(h100) == 0.02
 
 
+def test_a_bad_moment_is_forgotten_where_nothing_runs() -> None:
+    """Measured slow it gets no work, and without work it would never be measured again."""
+    slow, other = (big_d(n, step_s=0.01, product="NVIDIA L4") for n in (0, 1))
+    idle = LoadReport(kv_blocks=100, kv_free=100, step_s=0.5)
+    for _ in range(20):
+        slow.report(replace(idle, running=3, kv_free=50))
+    assert Speeds([slow, other]).step_s(slow) > 0.4
+    for _ in range(5):
+        slow.report(idle)
+    assert Speeds([slow, other]).step_s(slow) > 0.4
+    slow.report(replace(idle, running=1))
+    for _ in range(10):
+        slow.report(idle)
+    assert Speeds([slow, other]).step_s(slow) == 0.01
+    slow.report(replace(idle, running=1, step_s=0.02))
+    assert Speeds([slow, other]).step_s(slow) == 0.02
+
+
 @pytest.mark.parametrize(
     ("product", "name"),
     [
