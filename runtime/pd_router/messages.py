@@ -83,6 +83,17 @@ class ToolSpec(Struct, forbid_unknown_fields=True):
     function: Function
 
 
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    """The one that the model is to call."""
+
+    type: _Function
+    function: FunctionName
+
+
 def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     """As templates read them; ApiError for what isn't text."""
     if not messages:

@@ -169,13 +169,15 @@ class Workers(engine_pb2_grpc.ControlServicer):
         if record is None:
             return None
         promise = Promise(record, tokens)
-        self._refresh(record)
+        if promise.probe:
+            self._refresh(record)
         return promise
 
     def redeem(self, promise: Promise) -> None:
         """Its worker is now chosen for good, or another one."""
         promise.over()
-        self._refresh(promise.record)
+        if promise.probe:
+            self._refresh(promise.record)
 
     def answered(self, work: Work) -> None:
         """The worker has answered this request, if only that it can't."""
