@@ -215,7 +215,7 @@ def parse_chat(body: bytes) -> Ask:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
-    tools = chat_tools(request.tools)
+    tools = chat_tools(request.tools, kept=request.tool_choice not in (None, "auto"))
     return _ask(
         request,
         kind="chat",

@@ -239,6 +239,8 @@ def test_a_call_that_is_asked_for_is_the_answers_form() -> None:
             any_tool = await grammar(tools=[WEATHER, wind], tool_choice="required")
             assert "weather" in any_tool
             assert "wind" in any_tool
+            strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+            assert await grammar(tools=[strict, wind], tool_choice="required") == any_tool
             one = await grammar(tools=[WEATHER, wind], tool_choice=wanted("wind"))
             assert "weather" not in one
             for schema in ({"$ref": "#"}, {"type": "object", "$defs": 3}, {"pattern": "("}):
