@@ -163,6 +163,14 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._refresh(record)
         return work
 
+    def chosen(self, *workers: WorkerId | None) -> None:
+        """Something is to be opened there. Until it is, nothing more goes to one that gets a
+        request at a time: several are chosen in one event."""
+        for worker in workers:
+            record = self._records.get(worker) if worker is not None else None
+            if record is not None and record.breaker.state is State.HALF_OPEN:
+                record.view.usable = False
+
     def promise(self, worker: WorkerId, tokens: int) -> Promise | None:
         """A prompt that will be sent to it; None: it's gone."""
         record = self._records.get(worker)
