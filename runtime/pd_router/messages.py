@@ -73,7 +73,7 @@ class Function(Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Annotated[str, published(pattern=f"^{_TOOL_NAME.pattern}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[bool, published(enum=[False])] | None = None
+    strict: bool | None = None
 
 
 class ToolSpec(Struct, forbid_unknown_fields=True):
@@ -81,6 +81,17 @@ class ToolSpec(Struct, forbid_unknown_fields=True):
 
     type: _Function
     function: Function
+
+
+class FunctionName(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(Struct, forbid_unknown_fields=True):
+    """The one that the model is to call."""
+
+    type: _Function
+    function: FunctionName
 
 
 def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
@@ -95,22 +106,23 @@ def chat_messages(messages: list[Message]) -> tuple[ChatMessage, ...]:
     return tuple(_message(f"messages[{i}]", message) for i, message in enumerate(messages))
 
 
-def chat_tools(tools: list[ToolSpec] | None) -> tuple[Tool, ...]:
-    """As templates read them."""
+def chat_tools(tools: list[ToolSpec] | None, *, kept: bool = False) -> tuple[Tool, ...]:
+    """As templates read them. `kept`: a call of one can't but keep to its schema."""
     if len(tools or ()) > MAX_TOOLS:
         raise invalid("tools", f"'tools' has {len(tools or ())} tools, at most {MAX_TOOLS} fit.")
-    return tuple(_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ()))
+    return tuple(_tool(f"tools[{i}]", tool, kept=kept) for i, tool in enumerate(tools or ()))
 
 
-def _tool(path: str, tool: ToolSpec) -> Tool:
+def _tool(path: str, tool: ToolSpec, *, kept: bool) -> Tool:
     if tool.type != "function":
         raise invalid(f"{path}.type", f"'{path}.type' is {tool.type[:40]!r}; only 'function' is.")
     function = tool.function
     if not _TOOL_NAME.fullmatch(function.name):
         where = f"{path}.function.name"
         raise invalid(where, f"'{where}' must be 1 to 64 letters, digits, '_', '-' or '.'.")
-    if function.strict:
-        raise unsupported(f"{path}.function.strict", "arguments are as the model writes them")
+    if function.strict and not kept:
+        but = "arguments keep to the schema where 'tool_choice' asks for a call"
+        raise unsupported(f"{path}.function.strict", but)
     function = msgspec.structs.replace(function, strict=None)
     return {"type": "function", "function": msgspec.to_builtins(function)}
 

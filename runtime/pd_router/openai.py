@@ -18,6 +18,7 @@ from pd_router.messages import (
     MAX_TOOLS,
     ChatMessage,
     Message,
+    NamedTool,
     Tool,
     ToolSpec,
     chat_messages,
@@ -46,7 +47,6 @@ _TOKEN_ID = re.compile(r"(0|[1-9][0-9]{0,8})")  # one name for each token
 _HARMLESS: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -138,7 +138,7 @@ class ChatRequest(_Common, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     parallel_tool_calls: bool | None = None
     tools: Annotated[list[ToolSpec], published(maxItems=MAX_TOOLS)] | None = None
-    tool_choice: Annotated[Any, _harmless("tool_choice")] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     functions: Annotated[Any, _harmless("functions")] = None
     function_call: Annotated[Any, _harmless("function_call")] = None
     modalities: Annotated[Any, _harmless("modalities")] = None
@@ -199,6 +199,7 @@ class Ask:
     session_id: str  # the same for all of a conversation; empty: unknown
     tools: tuple[Tool, ...] = ()  # that the model may call
     one_call: bool = False
+    must_call: tuple[Tool, ...] = ()  # one of these, and say nothing else
 
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
@@ -214,12 +215,13 @@ def parse_chat(body: bytes) -> Ask:
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
     limit = _one_limit(request.max_tokens, request.max_completion_tokens)
-    tools = chat_tools(request.tools)
+    tools = chat_tools(request.tools, kept=request.tool_choice not in (None, "auto"))
     return _ask(
         request,
         kind="chat",
         messages=messages,
         tools=() if request.tool_choice == "none" else tools,
+        must_call=_must_call(request, tools),
         one_call=request.parallel_tool_calls is False,
         max_tokens=limit,
         logprobs=bool(request.logprobs),
@@ -259,6 +261,7 @@ def _ask(
     prompts: tuple[Prompt, ...] = (),
     tools: tuple[Tool, ...] = (),
     one_call: bool = False,
+    must_call: tuple[Tool, ...] = (),
 ) -> Ask:
     choices = _choices(request.n)
     options = request.stream_options
@@ -304,6 +307,7 @@ def _ask(
         session_id=request.session_id or "",
         tools=tools,
         one_call=one_call,
+        must_call=must_call,
     )
 
 
@@ -422,12 +426,31 @@ def _form(request: ChatRequest | CompletionRequest) -> Form | None:
         raise invalid(bad.param, f"'{bad.param}' {bad.message}") from None
     if form is None:
         return None
-    for name in ("min_tokens", "ignore_eos"):
-        if getattr(request, name):
-            raise invalid(name, f"'{name}' can't stand beside a form, which says where to end.")
+    _refuse_beside_a_form(request)
     if isinstance(request, ChatRequest) and request.tools and request.tool_choice != "none":
         raise invalid("tools", "'tools' can't stand beside a form: a call wouldn't keep to it.")
     return form
+
+
+def _refuse_beside_a_form(request: ChatRequest | CompletionRequest) -> None:
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(request, name):
+            raise invalid(name, f"'{name}' can't stand beside a form, which says where to end.")
+
+
+def _must_call(request: ChatRequest, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """Of which tools the client wants a call."""
+    choice = request.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return ()
+    found = tools
+    if isinstance(choice, NamedTool):
+        found = tuple(t for t in tools if t["function"]["name"] == choice.function.name)
+    if not found:
+        where = "tool_choice.function.name" if isinstance(choice, NamedTool) else "tool_choice"
+        raise invalid(where, f"'{where}' asks for a call, but 'tools' has no such tool.")
+    _refuse_beside_a_form(request)
+    return found
 
 
 def _biases(biases: dict[str, float]) -> tuple[tuple[int, float], ...]:

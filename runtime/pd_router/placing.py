@@ -45,7 +45,7 @@ class RequestPlacer:
             self._hashes = PromptHashes(token_ids, self._salt)
         hashes, prefixes = self._hashes, self._workers.prefixes
         now, between = time.monotonic(), self._workers.broken.between
-        return policy.place(
+        found = policy.place(
             need,
             self._workers.views(),
             lambda view: prefixes.cached_tokens(view.id, hashes, view.block_tokens),
@@ -56,6 +56,9 @@ class RequestPlacer:
             chance=self._chance(),
             broken=lambda holder, target: between(holder, target, now),
         )
+        if isinstance(found, Placement):
+            self._workers.chosen(found.decode, found.prefill)
+        return found
 
     def uncached(self) -> int:
         """Tokens of the prompt that whoever has most of it would still compute."""

@@ -8,7 +8,7 @@ from pd_core.failures import Failure, FailureKind
 from pd_router.errors import ApiError, invalid, unsupported
 from pd_router.messages import ChatMessage, Tool
 from pd_router.openai import MOST_TOKENS, Ask
-from pd_router.structured import BadForm, Form, check, checker
+from pd_router.structured import BadForm, Form, call_form, check, checker
 from pd_router.templates import TemplateFailed
 from pd_router.text import TextStack
 from pd_router.types import Limits, Sampling
@@ -24,8 +24,7 @@ async def tokenize(
     ask: Ask, stack: TextStack, limits: Limits | None, pool: ThreadPoolExecutor
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt; none is empty. ApiError where the request can't be served."""
-    if ask.form is not None:
-        await _check_form(ask.form)
+    await _check_form(ask, stack)
     if ask.kind == "chat":
         text = render(stack, ask.messages, ask.tools)
         await _refuse_hopeless(ask, stack, text, limits, pool)
@@ -82,6 +81,7 @@ def sampling_for(
     if max_tokens == 0:
         return None
     stop_ids = ask.stop_token_ids if ask.ignore_eos else (*ask.stop_token_ids, *stack.eos_token_ids)
+    form = _form(ask, stack)
     greedy = ask.top_p == 0  # the smallest set that holds anything: the likeliest token
     return Sampling(
         max_tokens=max_tokens,
@@ -99,13 +99,22 @@ def sampling_for(
         presence_penalty=ask.presence_penalty,
         frequency_penalty=ask.frequency_penalty,
         logit_bias=ask.logit_bias,
-        grammar=ask.form.grammar if ask.form is not None else "",
+        grammar=form.grammar if form is not None else "",
     )
 
 
-async def _check_form(form: Form) -> None:
+def _form(ask: Ask, stack: TextStack) -> Form | None:
+    """What the answer keeps to; None: nothing. Models without tools are refused elsewhere."""
+    if ask.must_call and stack.call_format is not None:
+        return call_form(stack.call_format, ask.must_call)
+    return ask.form
+
+
+async def _check_form(ask: Ask, stack: TextStack) -> None:
     try:
-        await asyncio.get_running_loop().run_in_executor(checker(), check, form)
+        form = _form(ask, stack)
+        if form is not None:
+            await asyncio.get_running_loop().run_in_executor(checker(), check, form)
     except BadForm as bad:
         raise invalid(bad.param, f"'{bad.param}' {bad.message}") from None
 

@@ -56,18 +56,18 @@ class Promise:
     """A prompt that goes to a prefill worker once decode has granted. It counts there from now
     on: else a burst would choose the same one, or all of it one that gets a probe at a time."""
 
-    __slots__ = ("_probe", "_tokens", "record")
+    __slots__ = ("_tokens", "probe", "record")
 
     def __init__(self, record: Record, tokens: int) -> None:
         self.record = record
         self._tokens = tokens
         record.view.assign_prefill(tokens)
-        self._probe = record.breaker.chosen()
+        self.probe = record.breaker.chosen()
 
     def over(self) -> None:
         """It's sent, or it never will be. Once."""
         self.record.view.end_prefill(self._tokens)
-        self.record.breaker.over(self._probe)
+        self.record.breaker.over(self.probe)
 
 
 class Work:

@@ -7,12 +7,15 @@ client's 400 and no worker's business.
 
 import json
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher
 from msgspec import Struct
+
+from pd_router.toolcalls import Format
 
 MAX_SCHEMA_CHARS = 32_000
 MAX_RULES_CHARS = 16_000  # of a regular expression, a grammar, all choices
@@ -21,7 +24,15 @@ _STACK_BYTES = 256 << 20
 _SAID = 300  # characters of llguidance's words that are handed on
 # Nothing, a blank, or a new line with what indents it: without an end to it a small model may
 # write white space until its tokens are used up.
-_WHITESPACE = r" |\n {0,40}"
+_FLEXIBLE = {"whitespace_flexible": True, "whitespace_pattern": r" |\n {0,40}"}
+_CHOICE = "tool_choice"
+_DEFINITIONS = {"$defs", "definitions"}
+# What stands around a call, in Lark's form.
+_AROUND: dict[Format, tuple[str, str]] = {
+    "tagged": (r'"<tool_call>\n"', r'"\n</tool_call>"'),
+    "list": ('"["', '"]"'),
+    "object": ("", ""),
+}
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
@@ -119,9 +130,57 @@ def _json(param: str, schema: str | dict[str, Any]) -> Form:
         raise BadForm(param, "is nested too deeply.") from None
     except ValueError:
         raise BadForm(param, "isn't valid JSON.") from None
-    options: Any = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE}
+    options: Any = _FLEXIBLE
     plain = _bounded(param, plain, MAX_SCHEMA_CHARS)
     return Form(param, LLMatcher.grammar_from_json_schema(plain, overrides=options))
+
+
+def call_form(form: Format, tools: Sequence[dict[str, Any]]) -> Form:
+    """A call of one of these tools, as a model of this kind writes calls, and nothing else.
+    BadForm where their schemas can't be put together."""
+    arguments = "parameters" if form == "object" else "arguments"
+    shared: dict[str, dict[str, Any]] = {}
+    calls = []
+    for tool in tools:
+        function = tool["function"]
+        schema = dict(function.get("parameters") or {"type": "object"})
+        for place in _DEFINITIONS & schema.keys():
+            _share(shared.setdefault(place, {}), schema.pop(place), function["name"])
+        schema.pop("x-guidance", None)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, arguments: schema},
+                "required": ["name", arguments],
+                "additionalProperties": False,
+            }
+        )
+    _refuse_other_references([calls, shared])
+    whole = {"anyOf": calls, **shared, "x-guidance": _FLEXIBLE}
+    before, after = _AROUND[form]
+    rules = f"start: {before} call {after}\ncall: %json {json.dumps(whole)}"
+    return Form(_CHOICE, LLMatcher.grammar_from_lark(_bounded(_CHOICE, rules, MAX_SCHEMA_CHARS)))
+
+
+def _share(known: dict[str, Any], more: Any, name: str) -> None:
+    """Definitions move to the whole's root, where references look for them."""
+    if not isinstance(more, dict) or any(known.get(k, v) != v for k, v in more.items()):
+        raise BadForm(_CHOICE, f"can't be kept to: the definitions of {name!r} don't fit.")
+    known |= more
+
+
+def _refuse_other_references(schemas: Any) -> None:
+    """To definitions alone: other places are elsewhere in the whole."""
+    left = [schemas]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            to = one.get("$ref")
+            if isinstance(to, str) and not to.startswith(tuple(f"#/{d}/" for d in _DEFINITIONS)):
+                raise BadForm(_CHOICE, f"can't be kept to: a tool's schema refers to {to[:80]!r}.")
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
 
 
 @cache

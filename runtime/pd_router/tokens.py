@@ -54,7 +54,7 @@ async def tokenize(
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt", "Give either 'prompt' or 'messages'.")
     if request.messages is not None:
-        text = render(stack, chat_messages(request.messages), chat_tools(request.tools))
+        text = render(stack, chat_messages(request.messages), chat_tools(request.tools, kept=True))
         special = bool(request.add_special_tokens)  # the template writes them itself
     else:
         text = request.prompt or ""

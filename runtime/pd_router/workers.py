@@ -163,19 +163,29 @@ class Workers(engine_pb2_grpc.ControlServicer):
         self._refresh(record)
         return work
 
+    def chosen(self, *workers: WorkerId | None) -> None:
+        """Something is to be opened there. Until it is, nothing more goes to one that gets a
+        request at a time: several are chosen in one event."""
+        for worker in workers:
+            record = self._records.get(worker) if worker is not None else None
+            if record is not None and record.breaker.state is State.HALF_OPEN:
+                record.view.usable = False
+
     def promise(self, worker: WorkerId, tokens: int) -> Promise | None:
         """A prompt that will be sent to it; None: it's gone."""
         record = self._records.get(worker)
         if record is None:
             return None
         promise = Promise(record, tokens)
-        self._refresh(record)
+        if promise.probe:
+            self._refresh(record)
         return promise
 
     def redeem(self, promise: Promise) -> None:
         """Its worker is now chosen for good, or another one."""
         promise.over()
-        self._refresh(promise.record)
+        if promise.probe:
+            self._refresh(promise.record)
 
     def answered(self, work: Work) -> None:
         """The worker has answered this request, if only that it can't."""

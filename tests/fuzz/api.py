@@ -39,7 +39,7 @@ _MOST_S = 2 * 3600.0
 _CLOSED = {"type": "object", "additionalProperties": False}
 _REQUESTS = "pdcluster_router_requests_total"
 _ANY_FIELD = ("response_format", "structured_outputs", "stream_options", "min_tokens", "best_of",
-              "tools", "max_completion_tokens", "top_logprobs")  # fmt: skip
+              "tools", "tool_choice", "max_completion_tokens", "top_logprobs")  # fmt: skip
 """Each says something that only another field, or the model, makes right or wrong."""
 
 

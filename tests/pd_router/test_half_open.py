@@ -11,7 +11,11 @@ import pytest
 from pd_core.failures import Failure, FailureKind
 from pd_router.fleet import WorkerId
 from pd_router.moves import Suspect, WalkConfig
-from tests.pd_router.rig import Rig, rig, until
+from pd_router.placing import RequestPlacer, first_need
+from pd_router.policy import Exclusions, Placement
+from pd_router.routing import Chance, Routing
+from tests.pd_router.fake_worker import FakeWorker
+from tests.pd_router.rig import Rig, ask, rig, until
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +39,15 @@ class Prompts:
 def breaker(r: Rig, name: str) -> str:
     [found] = [str(one["breaker"]) for one in r.workers.snapshot() if one["worker"] == name]
     return found
+
+
+def trip(r: Rig, worker: FakeWorker) -> None:
+    """Opens its breaker: it failed as often as is too often."""
+    fault, now = Failure(FailureKind.STEP_FAILED, "as told"), time.monotonic()
+    suspect = Suspect(WorkerId(worker.name, worker.epoch), now)
+    for number in range(5):
+        r.workers.blame((suspect,), fault, now + number / 1000)
+    assert breaker(r, worker.name) == "open"
 
 
 def test_a_prefill_worker_gets_one_request_of_a_burst(run: Run) -> None:
@@ -94,6 +107,29 @@ def test_a_probe_that_is_given_up_before_it_was_sent_leaves_its_place(run: Run) 
     run(body())
 
 
+def test_of_choices_made_in_one_event_one_goes_there(run: Run) -> None:
+    """A request with several choices to resume makes them before anything is opened."""
+
+    async def body() -> None:
+        async with rig() as r:
+            bad, good = [await r.add("both", f"w-{i}") for i in range(2)]
+            trip(r, bad)
+            await until(lambda: r.usable(bad), "it may be probed")
+            prompt = Prompts()
+            chosen = []
+            for _ in range(BURST):
+                request = ask(prompt=prompt())
+                place = RequestPlacer(r.workers, Routing(), Chance, request)
+                found = place(first_need(request), Exclusions(), request.token_ids, None)
+                assert isinstance(found, Placement)
+                chosen.append(found.decode.name)
+            assert chosen.count(bad.name) <= 1
+            assert chosen.count(good.name) >= BURST - 1
+            await until(lambda: r.usable(bad), "nothing was opened: another may go")
+
+    run(body())
+
+
 @pytest.mark.parametrize("probing", [False, True])
 def test_failures_of_what_was_sent_before_do_not_open_it_again(run: Run, probing: bool) -> None:
     async def body() -> None:
@@ -103,11 +139,7 @@ def test_failures_of_what_was_sent_before_do_not_open_it_again(run: Run, probing
             old, old_sink, _ = r.start(max_tokens=3)
             await old_sink.first_token()
             await r.add("both", "w-1")
-            fault, now = Failure(FailureKind.STEP_FAILED, "as told"), time.monotonic()
-            suspect = Suspect(WorkerId(bad.name, bad.epoch), now)
-            for number in range(5):
-                r.workers.blame((suspect,), fault, now + number / 1000)
-            assert breaker(r, "w-0") == "open"
+            trip(r, bad)
 
             def probed() -> bool:
                 bad.steps += 1  # it moves

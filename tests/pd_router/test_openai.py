@@ -298,7 +298,7 @@ def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
         ({"logit_bias": [5]}, "logit_bias", "invalid_type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
         (
             {"response_format": {"type": "json_schema"}},

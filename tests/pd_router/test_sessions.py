@@ -297,7 +297,7 @@ def test_retries_have_an_end(run: Run) -> None:
 
 def test_token_0_survives_the_prefill_workers_death_after_the_seal(run: Run) -> None:
     async def body() -> None:
-        async with rig() as r:
+        async with rig(walk=WalkConfig(lost_wait_s=10.0)) as r:  # dying takes its time here
             prefill, decode = await pair(r)
             prefill.drop_prefilled = True
             gate = decode.gate("commit")

@@ -128,6 +128,10 @@ def test_tools_and_calls_as_templates_read_them() -> None:
     assert chat(tools=[WEATHER], tool_choice="none").tools == ()
 
 
+def wanted(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def tool(**changes: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "a"} | changes}]}
 
@@ -141,8 +145,13 @@ def tool(**changes: Any) -> dict[str, Any]:
         (tool(name=""), "tools[0].function.name"),
         (tool(strict=True), "tools[0].function.strict"),
         (tool(nonsense=1), "tools[0].function.nonsense"),
-        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}, "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "weather", "tools": [WEATHER]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [WEATHER]}, "tool_choice.function"),
+        ({"tool_choice": wanted("wind"), "tools": [WEATHER]}, "tool_choice.function.name"),
+        ({"tool_choice": wanted("weather")}, "tool_choice.function.name"),
+        ({"tool_choice": "required", "tools": [WEATHER], "ignore_eos": True}, "ignore_eos"),
+        ({"tool_choice": "required", "tools": [WEATHER], "min_tokens": 1}, "min_tokens"),
         ({"parallel_tool_calls": "yes"}, "parallel_tool_calls"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, None),
@@ -208,6 +217,37 @@ def test_the_client_gets_calls_and_brings_their_results() -> None:
             r.sessions.script = says(r.tokens(TAGGED))
             answer = await client.chat.completions.create(**one)
             assert len(answer.choices[0].message.tool_calls or []) == 1
+
+    go(scenario())
+
+
+def test_a_call_that_is_asked_for_is_the_answers_form() -> None:
+    """The workers keep to it from the first token on; a schema that can't be is a 400."""
+
+    async def scenario() -> None:
+        async with rig(bundle=tiny_bundle(chat_template=TEMPLATE)) as r, r.client() as client:
+
+            async def grammar(**fields: Any) -> str:
+                r.sessions.script = says(r.tokens(f"<tool_call>\n{PARIS}\n</tool_call>"))
+                answer = await client.chat.completions.create(**asked(**fields))
+                assert answer.choices[0].finish_reason == "tool_calls"
+                assert answer.choices[0].message.content is None
+                return str(r.sessions.started[-1].request.sampling.grammar)
+
+            wind = {"type": "function", "function": {"name": "wind"}}
+            assert await grammar() == await grammar(tool_choice="auto") == ""
+            any_tool = await grammar(tools=[WEATHER, wind], tool_choice="required")
+            assert "weather" in any_tool
+            assert "wind" in any_tool
+            strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+            assert await grammar(tools=[strict, wind], tool_choice="required") == any_tool
+            one = await grammar(tools=[WEATHER, wind], tool_choice=wanted("wind"))
+            assert "weather" not in one
+            for schema in ({"$ref": "#"}, {"type": "object", "$defs": 3}, {"pattern": "("}):
+                bad = {"type": "function", "function": {"name": "bad", "parameters": schema}}
+                with pytest.raises(BadRequestError) as caught:
+                    await grammar(tools=[bad], tool_choice="required")
+                assert caught.value.param == "tool_choice"
 
     go(scenario())
 
