@@ -63,6 +63,9 @@ class Options:
     cache: Path = field(default_factory=cache_root)
     settings: Settings = field(default_factory=Settings)
     backoff: Backoff = field(default_factory=Backoff)
+    gives_up: bool = False
+    """Whether a pod whose model or settings have to be others stays ended: nobody can edit what
+    it was made of. Else it's started again, as on Kubernetes."""
     certificate_terms: tlsplan.Terms = field(default_factory=tlsplan.Terms)
     token_terms: TokenTerms = field(default_factory=TokenTerms)
 
@@ -122,9 +125,11 @@ class LocalCluster:
                 _Relay(self),
                 publications=(self._publication(),),
                 backoff=options.backoff,
+                gives_up=options.gives_up,
             )
             self._claims = claims.pop_all()
         self._refused = ""
+        self._given_up = asyncio.Event()
         self._backend = LocalBackend(self._kubelet, self._save_soon)
         journal = Journal(self.logs / DECISIONS)
         journal.clear()  # those of an `up` before
@@ -223,6 +228,11 @@ class LocalCluster:
             await asyncio.sleep(_READY_S)
         self._save()
 
+    async def wait_given_up(self) -> str:
+        """Until a pod stays ended because no restart would help; its last words."""
+        await self._given_up.wait()
+        return next((pod.given_up for pod in self.pods if pod.given_up), "")
+
     async def _answers(self) -> bool:
         try:
             response = await httpget.get("127.0.0.1", self._port.port, "/ready", timeout_s=2.0)
@@ -246,6 +256,8 @@ class LocalCluster:
         if self._key is not None:
             self._queue.add(self._key)
         self._save_soon()
+        if any(pod.given_up for pod in self.pods):
+            self._given_up.set()
         self._listener.changed()
 
     def relay(self) -> Listener:
