@@ -16,7 +16,7 @@ from pd_operator import api
 from pd_operator.api import Cluster, HostPath, InvalidCluster
 from pd_operator.fields import FieldError
 from pd_operator.local import support
-from pd_operator.local.cluster import LocalCluster, Options, is_ready
+from pd_operator.local.cluster import ANSWERS_S, LocalCluster, Options, is_ready
 from pd_operator.local.network import AddressTaken
 from pd_operator.local.state import AlreadyRunning
 
@@ -163,7 +163,10 @@ class _Session:
             local.hurry()
             return
         self._terminal.end_progress()
-        self._terminal.line("stopping (a second Ctrl-C ends it at once)")
+        self._terminal.line(
+            f"stopping: running answers have {ANSWERS_S:g} s to end "
+            f"(a second Ctrl-C ends it at once)"
+        )
         self._stop.set()
 
     async def _until_stopped(self, local: LocalCluster) -> int:

@@ -14,7 +14,7 @@ from pd_operator.certificates import Certifier
 from pd_operator.journal import Journal
 from pd_operator.keys import Key
 from pd_operator.local import support
-from pd_operator.local.container import Backoff, Publication
+from pd_operator.local.container import LAST_WORDS_S, Backoff, Publication
 from pd_operator.local.kubelet import Kubelet, Listener, Places
 from pd_operator.local.network import ClientPort
 from pd_operator.local.pod import Pod
@@ -51,6 +51,8 @@ _SAVE_S = 0.2
 _READY_S = 0.1
 STOP_GRACE_S = 10.0
 """How long all pods together may take to end when the cluster goes."""
+ANSWERS_S = STOP_GRACE_S - LAST_WORDS_S
+"""How much of it running answers have; then they fail, which their clients are told."""
 
 
 @dataclass(frozen=True, slots=True)

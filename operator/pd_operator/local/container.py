@@ -22,6 +22,8 @@ _FOLLOW_S = 0.2
 _TRIM_S = 5.0
 _NOT_STARTED = 128
 """The exit code of a run that never began."""
+LAST_WORDS_S = 3.0
+"""Of the time that a cluster's pods have to end: for routers to fail what still runs."""
 HOPELESS = os.EX_CONFIG
 """The exit code of a worker whose model or settings have to be others."""
 
@@ -148,7 +150,9 @@ class Container:
         return True
 
     async def stop(self, grace_s: float, *, pre_stop: bool) -> None:
-        """SIGTERM after the preStop pause, SIGKILL after the grace period."""
+        """SIGTERM after the preStop pause, SIGKILL after the grace period. Without the pause the
+        whole cluster goes, in less time than its pods have for a drain: then they're told when
+        it's nearly over."""
         self._stopping.set()
         process = self._process
         if process is None or not process.running:
@@ -158,7 +162,8 @@ class Container:
         hook = self._spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
         if pre_stop:
             await self._sleep(min(grace_s, float(hook.get("seconds", 0))))
-        await process.stop(max(0.0, deadline - loop.time()), self._context.hurry)
+        last_words_s = 0.0 if pre_stop else min(LAST_WORDS_S, grace_s / 2)
+        await process.stop(max(0.0, deadline - loop.time()), self._context.hurry, last_words_s)
 
     async def _sleep(self, seconds: float) -> None:
         try:
