@@ -44,7 +44,8 @@ _FOREGROUND = {
 EXITS: dict[str, dict[int, str]] = {
     "pdcluster serve": {
         **_FOREGROUND,
-        BAD_INPUT: "the model isn't there, this machine can't run it, or a flag is wrong",
+        BAD_INPUT: "the model isn't there or is refused (also for what a flag asks of it), "
+        "this machine can't run it, or a flag is wrong",
     },
     "pdcluster up": {
         **_FOREGROUND,

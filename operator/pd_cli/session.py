@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pd_operator import api
 from pd_operator.api import Cluster, HostPath, InvalidCluster
 from pd_operator.fields import FieldError
 from pd_operator.local import support
-from pd_operator.local.cluster import LocalCluster, Options, is_ready
+from pd_operator.local.cluster import ANSWERS_S, LocalCluster, Options, is_ready
 from pd_operator.local.network import AddressTaken
 from pd_operator.local.state import AlreadyRunning
 
@@ -24,6 +25,10 @@ _POLL_S = 0.5
 _SETTLE_POLL_S = 0.2
 _READY_S = 900.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Hopeless(Exception):
+    """The model or a setting has to be another; the message is the worker's own."""
 
 
 class Failed(Exception):
@@ -49,8 +54,9 @@ def run(file: Path, options: Options, when_ready: WhenReady | None = None) -> in
 
 
 def run_document(body: dict[str, Any], options: Options) -> int:
-    """The exit code, as with `run`, of a document that is in no file."""
-    return _run(body, _Session(None, None, options, None), "the model")
+    """The exit code, as with `run`, of a document that is in no file, so that nobody can mend
+    it: 2, too, when its model or a setting is refused."""
+    return _run(body, _Session(None, None, replace(options, gives_up=True), None), "the model")
 
 
 def _run(body: dict[str, Any], session: "_Session", named: str) -> int:
@@ -64,6 +70,9 @@ def _run(body: dict[str, Any], session: "_Session", named: str) -> int:
         return BAD_FILE
     try:
         return asyncio.run(session.run(cluster, body))
+    except Hopeless as error:
+        click.echo(str(error), err=True)
+        return BAD_FILE
     except (AlreadyRunning, AddressTaken, Failed) as error:
         click.echo(str(error), err=True)
         return FAILED
@@ -154,15 +163,20 @@ class _Session:
             local.hurry()
             return
         self._terminal.end_progress()
-        self._terminal.line("stopping (a second Ctrl-C ends it at once)")
+        self._terminal.line(
+            f"stopping: running answers have {ANSWERS_S:g} s to end "
+            f"(a second Ctrl-C ends it at once)"
+        )
         self._stop.set()
 
     async def _until_stopped(self, local: LocalCluster) -> int:
-        """Until a signal, or until one of the tasks fails: that is a bug of ours."""
+        """Until a signal, or until one of the tasks fails: that is a bug of ours, but for
+        Failed and Hopeless."""
         stopped = asyncio.create_task(self._stop.wait())
         tasks: list[asyncio.Task[Any]] = [
             asyncio.create_task(local.run()),
             asyncio.create_task(self._announce(local)),
+            asyncio.create_task(self._despair(local)),
         ]
         if self._file is not None:
             tasks.append(asyncio.create_task(self._watch(self._file, local)))
@@ -191,6 +205,10 @@ class _Session:
             self._terminal.line(f"live page: {page}")
         if self._when_ready is not None and not await self._when_ready(local):
             self._stop.set()
+
+    async def _despair(self, local: LocalCluster) -> None:
+        why = await local.wait_given_up()
+        raise Hopeless(f"{why}\nthe logs are in {local.logs}")
 
     async def _watch(self, file: Path, local: LocalCluster) -> None:
         """Edits of the file, by polling: an editor may replace it or write it in place."""

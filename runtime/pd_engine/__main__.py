@@ -24,9 +24,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pd_engine")
 
+# What no restart makes better: Kubernetes starts again whatever the status, `pdcluster serve`
+# ends with this one.
+HOPELESS = os.EX_CONFIG
+
 # The step's thread holds the GIL in bursts; the loop, which moves KV and tokens, must not
 # wait Python's default 5 ms for it.
 _SWITCH_INTERVAL_S = 0.0005
+
+
+class _Hopeless(Exception):
+    """Its cause, a ValueError, says what is wrong with the model or the settings."""
 
 
 async def _run(settings: Settings) -> int:
@@ -47,7 +55,10 @@ def _load(settings: Settings, progress: Progress) -> "Callable[[str], Worker]":
     """In a thread: importing torch takes seconds, in which probes want their answers."""
     from pd_engine import assembly
 
-    return partial(assembly.Worker, settings, assembly.load(settings, progress))
+    try:
+        return partial(assembly.Worker, settings, assembly.load(settings, progress))
+    except ValueError as error:
+        raise _Hopeless from error
 
 
 async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Event) -> int:
@@ -78,7 +89,8 @@ async def _load_and_serve(settings: Settings, health: Health, stop: asyncio.Even
 
 
 def main() -> None:
-    """Exit status 0 after a drain, 1 when the model or a port can't be had."""
+    """Exit status 0 after a drain, 78 when the model or a setting has to be another, 1 when
+    something can't be had that may be there later: a file, a port, memory."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s level=%(levelname)s logger=%(name)s %(message)s"
     )
@@ -86,15 +98,23 @@ def main() -> None:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             status = runner.run(_run(settings))
+    except _Hopeless as hopeless:
+        _last_words(hopeless.__cause__ or hopeless)
+        sys.exit(HOPELESS)
     except (OSError, ValueError, RuntimeError) as error:
-        # The last line is what `kubectl get` and `pdcluster status` show of a crash.
-        log.exception("the worker can't go on")
-        sys.exit(f"{type(error).__name__}: {error}")
+        _last_words(error)
+        sys.exit(1)
     logging.shutdown()
     sys.stdout.flush()
     # Without the interpreter's teardown: torch's extensions print their leaks there, and
     # those would be the log's last lines, which is where an operator looks.
     os._exit(status)
+
+
+def _last_words(error: BaseException) -> None:
+    """The last line is what `kubectl get` and `pdcluster status` show of a crash."""
+    log.error("the worker can't go on", exc_info=error)
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ def _print_progress(stage: str, done: int, total: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, or 1 with the reason as the last line of stderr."""
+    """Exit status 0; with the reason as the last line of stderr 78 when the model has to be
+    another, 1 when a file can't be had."""
     parser = argparse.ArgumentParser(prog="python -m pd_engine.convert", description=__doc__)
     parser.add_argument(
         "--source",
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         convert(args.source, args.out, _print_progress)
     except (ModelError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return os.EX_CONFIG if isinstance(error, ModelError) else 1
     return 0
 
 

@@ -26,6 +26,10 @@ ATTENTION = "pd_paged"
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Arguments that change what attention computes and that ours does not know.
+_BOTH_WAYS = (
+    "its attention looks in both directions, as an encoder's: text can't be generated with it "
+    "token by token; give a decoder-only model"
+)
 _UNKNOWN_OPTIONS = ("position_bias", "head_mask", "alibi", "block_mask")
 
 transformers_logging.set_verbosity_error()
@@ -161,6 +165,15 @@ def _refuse_by_config(checkpoint: Checkpoint, config: Any, text: Any) -> None:
         raise refuse(f"it has layers of type {', '.join(sorted(map(str, others)))}")
     if not model_class._can_set_attn_implementation():
         raise refuse("its definition in transformers doesn't use the attention interface")
+    if getattr(config, "is_decoder", True) is False and _looks_both_ways(model_class, config):
+        raise refuse(f"{_BOTH_WAYS} (config.json has no is_decoder: true)")
+
+
+def _looks_both_ways(model_class: Any, config: Any) -> bool:
+    """Whether it does without `is_decoder`; GPT-NeoX has that setting and doesn't ask it."""
+    with torch.device("meta"):
+        modules = model_class(config).modules()
+    return any(getattr(module, "is_causal", True) is False for module in modules)
 
 
 def _refusal(checkpoint: Checkpoint, why: str) -> ModelError:
@@ -264,6 +277,9 @@ def _attention(
         raise RuntimeError("this model only runs through the engine's Runner")
     if attention_mask is not None:
         raise ModelError("the model brings an attention mask of its own")
+    causal = others.get("is_causal")
+    if not (getattr(module, "is_causal", True) if causal is None else causal):
+        raise ModelError(_BOTH_WAYS)
     for name in _UNKNOWN_OPTIONS:
         if others.get(name) is not None:
             raise ModelError(f"the model's attention needs {name!r}")

@@ -316,6 +316,7 @@ def _ask(
 _PATH = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
 _FLOAT_FOR_INT = re.compile(r"^Expected `.*\bint\b.*`, got `float`")
+_GUIDED = re.compile(r"^guided_(json|regex|grammar|choice)$")  # vLLM's names before
 _MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
 
 
@@ -369,7 +370,10 @@ def _mismatch(text: str) -> ApiError:
     text = text[: found.start()] if found else text
     if match := _UNKNOWN.match(text):
         path = f"{path}.{match[1]}" if path else match[1]
-        return invalid(path, f"Unrecognized request argument supplied: {path}", "unknown_parameter")
+        message = f"Unrecognized request argument supplied: {path}"
+        if guided := _GUIDED.match(path):
+            message += f'; use "structured_outputs": {{"{guided[1]}": ...}}'
+        return invalid(path, message, "unknown_parameter")
     if match := _MISSING.match(text):
         path = f"{path}.{match[1]}" if path else match[1]
         message = f"Missing required parameter: '{path}'."

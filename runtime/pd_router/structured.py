@@ -21,6 +21,10 @@ MAX_SCHEMA_CHARS = 32_000
 MAX_RULES_CHARS = 16_000  # of a regular expression, a grammar, all choices
 MAX_OUTPUT_CHOICES = 1000
 _STACK_BYTES = 256 << 20
+_DIALECTS = {
+    "structured_outputs.grammar": " as a Lark grammar (llguidance's dialect)",
+    "structured_outputs.regex": " as a regular expression (the dialect of Rust's regex)",
+}
 _SAID = 300  # characters of llguidance's words that are handed on
 # Nothing, a blank, or a new line with what indents it: without an end to it a small model may
 # write white space until its tokens are used up.
@@ -205,7 +209,9 @@ def check(form: Form) -> None:
             raise
         raise BadForm(form.param, "can't be read: write it more simply") from error
     if failed:
-        raise BadForm(form.param, f"can't be kept to: {' '.join(said[0].split())[:_SAID]}")
+        dialect = _DIALECTS.get(form.param, "")
+        words = " ".join(said[0].split())[:_SAID]
+        raise BadForm(form.param, f"can't be kept to{dialect}: {words}")
 
 
 def _is_panic(error: BaseException) -> bool:

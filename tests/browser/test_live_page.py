@@ -23,7 +23,6 @@ from tests.browser.conftest import DEADLINE_MS, Watched
 from tests.cluster import Cluster, pdcluster
 
 KEY, NOW = Key("ml", "test"), "2026-01-01T00:00:00Z"
-FORGOTTEN_MS = 60_000 + DEADLINE_MS
 """A router shows a worker that is silent for a minute: it may have been lost."""
 SHORT_LOOKS, LONG_LOOKS = 300, 3600
 MOST_GROWTH_BYTES = 2 << 20
@@ -127,8 +126,7 @@ def test_a_shrunk_pools_row_leaves(watched: Watched, cluster: Cluster) -> None:
 
     cluster.edit(size(1))
     row = page.locator("#workers tr").filter(has_text=gone)
-    expect(row.locator("td").nth(1)).not_to_have_text("ready")
-    expect(row).to_have_count(0, timeout=FORGOTTEN_MS)
+    expect(row).to_have_count(0, timeout=2 * DEADLINE_MS)
     expect(page.locator("#workers tr")).to_have_count(2)
     expect(page.locator("#pools-summary")).to_contain_text("decode 1 of 1 ready")
     cluster.edit(size(2))

@@ -60,6 +60,40 @@ def test_serve(model: Path, reference: Reference, tmp_path: Path):
     assert processes_with(state) == []
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("weights", "flags", "why"),
+    [
+        ("pytorch_model.bin", [], "its weights are pickles"),
+        ("model.safetensors", ["--max-model-len", "1000000"], "1000000"),
+        ("model.safetensors", ["--draft-model", "pickles"], "its weights are pickles"),
+    ],
+)
+def test_a_model_that_is_refused_ends_it(
+    model: Path, tmp_path: Path, weights: str, flags: list[str], why: str
+):
+    for name, last in (("served", weights), ("pickles", "pytorch_model.bin")):
+        (tmp_path / name).mkdir()
+        for file in model.iterdir():
+            target = last if file.name == "model.safetensors" else file.name
+            (tmp_path / name / target).symlink_to(file)
+    done = subprocess.run(
+        [*PDCLUSTER, "serve", "served", "--port", "0", *flags],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert said.count(why) == 1, said
+    assert "starting again" not in said
+    assert processes_with(tmp_path / "state") == []
+
+
 def on_a_terminal(command: list[str], env: dict[str, str], until: str) -> tuple[int, str]:
     """What it draws on a terminal until it says a word, and its status after Ctrl-C."""
     ours, its = pty.openpty()

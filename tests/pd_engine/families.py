@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_model(family: str, folder: Path) -> None:
     """The same one each time."""
     torch.manual_seed(1)
-    config = AutoConfig.for_model(family, **(_SMALL | FAMILIES[family]))
+    config = AutoConfig.for_model(family, **(_SMALL | FAMILIES.get(family, {})))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):

@@ -3,6 +3,7 @@ model's, once, with progress that moves; races, broken-off runs and bad sources.
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -267,5 +268,5 @@ def test_the_command_prints_json_lines_and_says_what_is_wrong(
     assert all(set(line) == {"stage", "done", "total"} for line in lines)
     assert lines[-1] == {"stage": "ready", "done": 1, "total": 1}
     failed = command("builtin:nothing")
-    assert failed.returncode == 1
+    assert failed.returncode == os.EX_CONFIG  # no restart helps
     assert failed.stderr.splitlines()[-1].startswith("ModelError: builtin model 'nothing'")

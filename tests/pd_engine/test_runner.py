@@ -333,6 +333,9 @@ def refused(folder: Path, **options: Any) -> str:
         ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "recurrent state"),
         ({"model_type": "llama4_text", "num_hidden_layers": 2}, "chunked_attention"),
         ({"model_type": "clip"}, "no causal language model"),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "both directions"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "both directions"),
+        ({"model_type": "roberta", "is_decoder": False}, "both directions"),
         ({"model_type": "made_up"}, "made_up"),
     ],
 )
@@ -344,6 +347,27 @@ def test_models_of_other_kinds_are_refused_by_name(
     message = refused(tmp_path)
     assert why in message
     assert config["model_type"] in message
+
+
+@pytest.mark.slow
+def test_attention_in_both_directions_is_refused_whatever_says_so(tmp_path: Path) -> None:
+    """By the layers themselves, where config.json has no is_decoder."""
+    make_model("gemma3_text", tmp_path)
+    edit(tmp_path / "config.json", use_bidirectional_attention=True)
+    message = refused(tmp_path)
+    assert "'gemma3_text' can't be served" in message
+    assert "both directions" in message
+
+
+@pytest.mark.slow
+def test_is_decoder_is_asked_only_of_those_that_heed_it(tmp_path: Path) -> None:
+    for family in ("bert", "gpt_neox"):
+        folder = tmp_path / family
+        make_model(family, folder)
+        edit(folder / "config.json", is_decoder=family == "bert")
+        runner = Runner(folder, dtype="float32", kv_cache_tokens=1024)
+        walk = Walk(list(prompt(20)), Blocks.shuffled(runner).take(100))
+        assert finish(runner, walk, 5) == greedy(folder, prompt(20), 5)
 
 
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path: Path) -> None:

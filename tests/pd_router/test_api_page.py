@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_router import openapi
+from pd_router.openai import COMPLETION_DEFAULT_TOKENS
+from pd_router.structured import StructuredOutputs, check, checker, form_of
 from tests.client import request
 from tests.documents import ROOT
 from tests.pd_router.http_rig import go, rig
@@ -83,6 +86,35 @@ def test_statuses(served: dict[str, Any]) -> None:
         for code in operation["responses"]
     }
     assert sorted(page) == sorted(said - {200} | {401})  # that one where keys are wanted
+
+
+def examples() -> dict[str, StructuredOutputs]:
+    """Of the table of structured outputs, by the field that each is about."""
+    _, _, after = PAGE.partition("| one of | for example | |\n|---|---|---|\n")
+    cells = [
+        re.split(r"(?<!\\\\) \| ", line)[:2] for line in after.partition("\n\n")[0].splitlines()
+    ]
+    return {
+        name.strip("|` "): msgspec.json.decode(
+            text.strip("`").replace("\\|", "|"), type=StructuredOutputs
+        )
+        for name, text in cells
+    }
+
+
+def test_examples_of_forms_can_be_kept_to() -> None:
+    found = examples()
+    assert set(found) == set(StructuredOutputs.__struct_fields__)
+    for name, outputs in found.items():
+        form = form_of(None, outputs)
+        assert form is not None
+        assert form.param == f"structured_outputs.{name}"
+        checker().submit(check, form).result(30)
+
+
+def test_how_long_answers_are() -> None:
+    [line] = [one for one in PAGE.splitlines() if one.startswith("| `max_tokens`")]
+    assert f"a completion's {COMPLETION_DEFAULT_TOKENS} tokens" in line
 
 
 def test_a_field_too_many_is_found(served: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from pd_router.errors import ApiError
 from pd_router.openai import parse_chat
@@ -65,7 +66,9 @@ def test_any_text() -> None:
     ("outputs", "said"),
     [
         ({"regex": "a("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "the dialect of Rust's regex"),
         ({"grammar": "start: foo"}, "foo"),
+        ({"grammar": 'root ::= "a"'}, r"as a Lark grammar \(llguidance's dialect\)"),
         ({"json": {"type": "strin"}}, "strin"),
         ({"json": {"type": "object", "not": {}}}, "not"),
         ({"json": {"x-guidance": {"no": 1}, "$ref": "http://x/y"}}, "http://x/y"),
@@ -76,6 +79,25 @@ def test_what_cant_be_kept_to(outputs: dict[str, Any], said: str) -> None:
     with pytest.raises(BadForm, match=said) as caught:
         checked(found)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "grammar", "choice"])
+def test_older_names_say_what_to_write(name: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        form(**{f"guided_{name}": "a"})
+    assert (caught.value.param, caught.value.code) == (f"guided_{name}", "unknown_parameter")
+    assert f'use "structured_outputs": {{"{name}": ...}}' in caught.value.failure.message
+
+
+def test_a_digit_is_any_of_unicodes() -> None:
+    """As docs/reference/api.md warns."""
+    tokens = LLTokenizer("byte")
+    other = tokens.tokenize_str("\N{ARABIC-INDIC DIGIT THREE}")
+    for regex, taken in ((r"\d", len(other)), ("[0-9]", 0)):
+        found = form(structured_outputs={"regex": regex})
+        assert found is not None
+        assert LLMatcher(tokens, found.grammar).validate_tokens(other) == taken
+        assert LLMatcher(tokens, found.grammar).validate_tokens(tokens.tokenize_str("3")) == 1
 
 
 def test_a_schema_that_makes_the_library_panic_is_refused() -> None:

@@ -14,7 +14,7 @@ from pd_operator.certificates import Certifier
 from pd_operator.journal import Journal
 from pd_operator.keys import Key
 from pd_operator.local import support
-from pd_operator.local.container import Backoff, Publication
+from pd_operator.local.container import LAST_WORDS_S, Backoff, Publication
 from pd_operator.local.kubelet import Kubelet, Listener, Places
 from pd_operator.local.network import ClientPort
 from pd_operator.local.pod import Pod
@@ -51,6 +51,8 @@ _SAVE_S = 0.2
 _READY_S = 0.1
 STOP_GRACE_S = 10.0
 """How long all pods together may take to end when the cluster goes."""
+ANSWERS_S = STOP_GRACE_S - LAST_WORDS_S
+"""How much of it running answers have; then they fail, which their clients are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,9 @@ class Options:
     cache: Path = field(default_factory=cache_root)
     settings: Settings = field(default_factory=Settings)
     backoff: Backoff = field(default_factory=Backoff)
+    gives_up: bool = False
+    """Whether a pod whose model or settings have to be others stays ended: nobody can edit what
+    it was made of. Else it's started again, as on Kubernetes."""
     certificate_terms: tlsplan.Terms = field(default_factory=tlsplan.Terms)
     token_terms: TokenTerms = field(default_factory=TokenTerms)
 
@@ -122,9 +127,11 @@ class LocalCluster:
                 _Relay(self),
                 publications=(self._publication(),),
                 backoff=options.backoff,
+                gives_up=options.gives_up,
             )
             self._claims = claims.pop_all()
         self._refused = ""
+        self._given_up = asyncio.Event()
         self._backend = LocalBackend(self._kubelet, self._save_soon)
         journal = Journal(self.logs / DECISIONS)
         journal.clear()  # those of an `up` before
@@ -223,6 +230,11 @@ class LocalCluster:
             await asyncio.sleep(_READY_S)
         self._save()
 
+    async def wait_given_up(self) -> str:
+        """Until a pod stays ended because no restart would help; its last words."""
+        await self._given_up.wait()
+        return next((pod.given_up for pod in self.pods if pod.given_up), "")
+
     async def _answers(self) -> bool:
         try:
             response = await httpget.get("127.0.0.1", self._port.port, "/ready", timeout_s=2.0)
@@ -246,6 +258,8 @@ class LocalCluster:
         if self._key is not None:
             self._queue.add(self._key)
         self._save_soon()
+        if any(pod.given_up for pod in self.pods):
+            self._given_up.set()
         self._listener.changed()
 
     def relay(self) -> Listener:

@@ -22,6 +22,10 @@ _FOLLOW_S = 0.2
 _TRIM_S = 5.0
 _NOT_STARTED = 128
 """The exit code of a run that never began."""
+LAST_WORDS_S = 3.0
+"""Of the time that a cluster's pods have to end: for routers to fail what still runs."""
+HOPELESS = os.EX_CONFIG
+"""The exit code of a worker whose model or settings have to be others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class PodContext:
     output: Callable[[str, str], None]
     """(pod, line): a line that an init container printed, or what a container that starts says
     to its startup probe; "" when that is over."""
+    gives_up: bool = False
+    """Whether a container that ends as HOPELESS before it was ever ready stays ended."""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -76,7 +82,7 @@ class PodContext:
 
 
 class Container:
-    """Runs its process again and again until `stop`."""
+    """Runs its process again and again until `stop`, or until it gives up."""
 
     def __init__(self, spec: Manifest, context: PodContext) -> None:
         self._spec = spec
@@ -85,6 +91,9 @@ class Container:
         self.log = LogFile(context.logs / f"{context.name}.{self.name}.log")
         self.restarts = 0
         self.started = self.ready = False
+        self.given_up = ""
+        """Its last words, where it stays ended because no restart would help."""
+        self._was_ready = False
         self._process: Process | None = None
         self._ends_in_a_row = 0
         self._stopping = asyncio.Event()
@@ -115,22 +124,35 @@ class Container:
         }
 
     async def run(self) -> None:
-        """Until `stop`, whatever the process does."""
+        """Until `stop`, whatever the process does, or until it gives up."""
         while not self._stopping.is_set():
-            await self._run_once()
+            if self._gives_up(await self._run_once()):
+                return
             await self._pause()
 
     async def run_to_success(self) -> bool:
-        """An init container: until it exits with 0 (True), or `stop` (False)."""
+        """An init container: until it exits with 0 (True), or `stop`, or it gives up (False)."""
         while not self._stopping.is_set():
-            if await self._run_once() == 0:
+            code = await self._run_once()
+            if code == 0:
                 self.ready = True
                 return True
+            if self._gives_up(code):
+                return False
             await self._pause()
         return False
 
+    def _gives_up(self, code: int) -> bool:
+        if not self._context.gives_up or code != HOPELESS or self._was_ready:
+            return False
+        self.given_up = str(self._last_state["terminated"]["message"]) or f"exit code {code}"
+        self._context.changed()
+        return True
+
     async def stop(self, grace_s: float, *, pre_stop: bool) -> None:
-        """SIGTERM after the preStop pause, SIGKILL after the grace period."""
+        """SIGTERM after the preStop pause, SIGKILL after the grace period. Without the pause the
+        whole cluster goes, in less time than its pods have for a drain: then they're told when
+        it's nearly over."""
         self._stopping.set()
         process = self._process
         if process is None or not process.running:
@@ -140,7 +162,8 @@ class Container:
         hook = self._spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
         if pre_stop:
             await self._sleep(min(grace_s, float(hook.get("seconds", 0))))
-        await process.stop(max(0.0, deadline - loop.time()), self._context.hurry)
+        last_words_s = 0.0 if pre_stop else min(LAST_WORDS_S, grace_s / 2)
+        await process.stop(max(0.0, deadline - loop.time()), self._context.hurry, last_words_s)
 
     async def _sleep(self, seconds: float) -> None:
         try:
@@ -299,6 +322,7 @@ class Container:
     def _set_ready(self, ready: bool) -> None:
         if ready != self.ready:
             self.ready = ready
+            self._was_ready = self._was_ready or ready
             self._context.say(self._context.name, "ready" if ready else "not ready")
             self._context.changed()
 

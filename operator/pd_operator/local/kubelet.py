@@ -65,11 +65,13 @@ class Kubelet:
         *,
         publications: tuple[Publication, ...] = (),
         backoff: Backoff | None = None,
+        gives_up: bool = False,
     ) -> None:
         self._places = places
         self._listener = listener
         self._publications = publications
         self._backoff = backoff or Backoff()
+        self._gives_up = gives_up
         self._subnet = Subnet()
         self._objects: dict[Ref, Manifest] = {}
         self._pods: dict[str, Pod] = {}
@@ -247,6 +249,7 @@ class Kubelet:
             changed=self._changed,
             say=self._listener.say,
             output=self._listener.output,
+            gives_up=self._gives_up,
         )
 
     def _stop(self, pod: Pod, grace_s: float | None = None) -> None:

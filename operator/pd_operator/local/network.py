@@ -8,6 +8,8 @@ import errno
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _FIRST, _SUBNETS = 64, 32 * 256
@@ -112,9 +114,27 @@ def _check_unused(port: int) -> None:
 
 
 def listens(pid: int, address: tuple[str, int]) -> bool:
-    """Whether that very process listens there: on a shared port anybody's answer comes."""
+    """Whether that very process, or one of the group that it leads, listens there: on a shared
+    port anybody's answer comes."""
     try:
         inodes = _listening_inodes(address)
+    except OSError:
+        return False
+    return bool(inodes) and any(_has_one(one, inodes) for one in _group(pid))
+
+
+def _group(leader: int) -> Iterator[int]:
+    """A router of several processes has its listeners in those that it starts."""
+    yield leader
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) != leader:
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(int(entry)) == leader:
+                    yield int(entry)
+
+
+def _has_one(pid: int, inodes: set[str]) -> bool:
+    try:
         descriptors = os.scandir(f"/proc/{pid}/fd")
     except OSError:
         return False

@@ -53,6 +53,12 @@ class Pod:
         everyone = self._containers if self._initialized else [*self._inits, *self._containers]
         return str(everyone[0].log.path)
 
+    @property
+    def given_up(self) -> str:
+        """The last words of a container that stays ended because no restart would help."""
+        everyone = [*self._inits, *self._containers]
+        return next((item.given_up for item in everyone if item.given_up), "")
+
     async def _run(self) -> None:
         for container in self._inits:
             if not await container.run_to_success():

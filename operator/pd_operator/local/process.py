@@ -90,13 +90,19 @@ class Process:
             with suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
 
-    async def stop(self, grace_s: float, hurry: asyncio.Event) -> int:
-        """SIGTERM, then SIGKILL after the grace period, or at once when `hurry` is set."""
+    async def stop(self, grace_s: float, hurry: asyncio.Event, last_words_s: float = 0.0) -> int:
+        """SIGTERM, then SIGKILL after the grace period, or at once when `hurry` is set. With
+        `last_words_s`, SIGTERM once more so long before SIGKILL: who drains (routers do) then
+        tells clients that their answers end here."""
         self.terminate()
         hurried = asyncio.create_task(hurry.wait())
         try:
             waits = {asyncio.ensure_future(self.wait()), hurried}
-            await asyncio.wait(waits, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+            for timeout_s in (grace_s - last_words_s, last_words_s):
+                await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if hurry.is_set() or not self.running:
+                    break
+                self.terminate()
         finally:
             hurried.cancel()
         self.kill()

@@ -4,6 +4,7 @@ It takes the flags of the real ones, answers their probes, and misbehaves as its
 environment says:
 
 FAKE_EXIT=TEXT         says TEXT and exits with 3
+FAKE_EXIT_CODE=N       and with N instead of 3
 FAKE_EXIT_UNLESS=PATH  the same, until the file PATH is there
 FAKE_IGNORE_TERM=1     SIGTERM does nothing
 FAKE_TERM_S=S          takes so long to end after SIGTERM
@@ -66,7 +67,7 @@ def misbehave() -> None:
         text = f"waits for {Path(unless).name}"
     if text:
         print(text, flush=True)
-        sys.exit(3)
+        sys.exit(int(os.environ.get("FAKE_EXIT_CODE", "3")))
     child = os.environ.get("FAKE_CHILD")
     if child:
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

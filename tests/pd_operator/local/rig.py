@@ -86,10 +86,13 @@ async def kubelet(
     shared: dict[str, Path] | None = None,
     publications: tuple[Publication, ...] = (),
     backoff: Backoff = FAST,
+    gives_up: bool = False,
 ) -> AsyncIterator[Rig]:
     rig = Rig()
     places = Places(folder / "state", folder / "memory", shared or {})
-    rig.kubelet = Kubelet(places, rig, publications=publications, backoff=backoff)
+    rig.kubelet = Kubelet(
+        places, rig, publications=publications, backoff=backoff, gives_up=gives_up
+    )
     try:
         yield rig
     finally:

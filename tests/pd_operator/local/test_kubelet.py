@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pd_operator.local.container import Backoff, Publication
+from pd_operator.local.container import HOPELESS, Backoff, Publication
 from pd_operator.local.network import ClientPort
 from pd_operator.observed import Ref, pod_view
 from pd_operator.podparts import Manifest
@@ -133,6 +133,61 @@ def test_a_crash_is_restarted_with_its_last_words(run, tmp_path: Path) -> None:
             assert any("exit code 3: waits for flag" in text for text in rig.said)
             flag.touch()
             await rig.until(lambda: rig.ready("web-0"))
+
+    run(scenario())
+
+
+def refused(unless: str = "") -> dict[str, str]:
+    said = {"FAKE_EXIT_UNLESS": unless} if unless else {"FAKE_EXIT": "no such model"}
+    return said | {"FAKE_EXIT_CODE": str(HOPELESS)}
+
+
+def test_what_no_restart_helps_is_restarted_unless_told_otherwise(run, tmp_path: Path) -> None:
+    async def restarted() -> None:
+        async with kubelet(tmp_path) as rig:
+            rig.kubelet.apply(workload(containers=[container(env=refused())]))
+            await rig.until(lambda: rig.names() and rig.container("web-0")["restartCount"] >= 2)
+            assert rig.pod("web-0").given_up == ""
+
+    async def given_up() -> None:
+        async with kubelet(tmp_path, gives_up=True) as rig:
+            rig.kubelet.apply(workload(containers=[container(env=refused())]))
+            said = await rig.until(lambda: rig.names() and rig.pod("web-0").given_up)
+            assert said == "no such model"
+            assert rig.container("web-0")["restartCount"] == 0
+            assert not any("starting again" in text for text in rig.said)
+
+    async def others_go_on() -> None:
+        flag = tmp_path / "flag"
+        async with kubelet(tmp_path, gives_up=True) as rig:
+            env = {"FAKE_EXIT_UNLESS": str(flag)}  # exit code 3
+            rig.kubelet.apply(workload(containers=[container(env=env)]))
+            await rig.until(lambda: rig.names() and rig.container("web-0")["restartCount"] >= 1)
+            flag.touch()
+            await rig.until(lambda: rig.ready("web-0"))
+
+    async def was_ready_once() -> None:
+        flag = tmp_path / "there"
+        flag.touch()
+        async with kubelet(tmp_path, gives_up=True) as rig:
+            rig.kubelet.apply(workload(containers=[container(env=refused(str(flag)))]))
+            await rig.until(lambda: rig.ready("web-0"))
+            flag.unlink()
+            os.kill(rig.pid("web-0"), signal.SIGKILL)
+            await rig.until(lambda: rig.container("web-0")["restartCount"] >= 2)
+            assert rig.pod("web-0").given_up == ""
+
+    for scenario in (restarted, given_up, others_go_on, was_ready_once):
+        run(scenario())
+
+
+def test_an_init_container_gives_up_too(run, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with kubelet(tmp_path, gives_up=True) as rig:
+            rig.kubelet.apply(with_model(env=refused()))
+            said = await rig.until(lambda: rig.names() and rig.pod("web-0").given_up)
+            assert said == "no such model"
+            assert not rig.pod("web-0").ready
 
     run(scenario())
 

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from contextlib import closing
 
 import pytest
@@ -74,6 +76,34 @@ def test_routers_share_a_claimed_port() -> None:
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 one.bind(("127.0.0.1", port.port))
                 one.listen()
+
+
+_PARENT = """
+import socket, subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+_CHILD = """
+import socket
+import subprocess
+import sys
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    s.listen()
+    print(s.getsockname()[1], flush=True)
+    input()
+"""
+
+
+def test_a_process_that_one_started_listens_for_it() -> None:
+    command = [sys.executable, "-c", _PARENT, _CHILD]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        address = ("127.0.0.1", int(parent.stdout.readline()))
+        assert listens(parent.pid, address)
+        assert not listens(os.getpid(), address)
+        parent.communicate("\n", timeout=30)
 
 
 def test_who_listens() -> None:
