@@ -23,7 +23,6 @@ from tests.browser.conftest import DEADLINE_MS, Watched
 from tests.cluster import Cluster, pdcluster
 
 KEY, NOW = Key("ml", "test"), "2026-01-01T00:00:00Z"
-"""A router shows a worker that is silent for a minute: it may have been lost."""
 SHORT_LOOKS, LONG_LOOKS = 300, 3600
 MOST_GROWTH_BYTES = 2 << 20
 
