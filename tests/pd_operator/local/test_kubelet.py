@@ -59,7 +59,7 @@ def test_a_stateful_sets_pods(run, tmp_path: Path) -> None:
 
             rig.kubelet.scale(WEB, 1)
             await rig.until(lambda: rig.names() == ["web-0"])
-            assert hosts(rig) == {"web": [first.ip]}
+            await rig.until(lambda: hosts(rig) == {"web": [first.ip]})
             assert rig.ready("web-0")
 
             rig.kubelet.scale(WEB, 2)
@@ -68,7 +68,7 @@ def test_a_stateful_sets_pods(run, tmp_path: Path) -> None:
 
             rig.kubelet.delete(WEB)
             await rig.until(lambda: not rig.names())
-            assert hosts(rig) == {"web": []}
+            await rig.until(lambda: hosts(rig) == {"web": []})
 
     run(scenario())
 
