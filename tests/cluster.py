@@ -86,11 +86,14 @@ def listeners(addresses: set[str]) -> list[str]:
     return [f"{end.ip}:{end.port}" for end in ends if end.ip in addresses]
 
 
-def pdcluster(*arguments: str, env: Mapping[str, str], timeout_s: float = 60.0) -> Any:
+def pdcluster(
+    *arguments: str, env: Mapping[str, str], timeout_s: float = 60.0, cwd: Path | None = None
+) -> Any:
     """Runs the command to its end: a CompletedProcess with text."""
     return subprocess.run(
         [*PDCLUSTER, *arguments],
         env=env,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout_s,

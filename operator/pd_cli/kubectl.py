@@ -128,6 +128,16 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
 
 
+@contextmanager
+def _admins(kubectl: Kubectl, name: str) -> Iterator[list[tuple[str, int]]]:
+    """The admin ports of all ready routers, as places of this machine."""
+    with ExitStack() as stack:
+        yield [
+            ("127.0.0.1", stack.enter_context(kubectl.forwarded(pod, _ADMIN_PORT)))
+            for pod in _routers(kubectl, name)
+        ]
+
+
 # ---- commands ----------------------------------------------------------------------------
 
 
@@ -211,12 +221,8 @@ def top(kubectl: Kubectl, name: str, every: float, once: bool, output: str) -> N
     """Watch workers, latencies and recent requests of NAME until Ctrl-C."""
     from pd_cli.top import watch
 
-    with ExitStack() as stack:
-        ports = [
-            stack.enter_context(kubectl.forwarded(pod, _ADMIN_PORT))
-            for pod in _routers(kubectl, name)
-        ]
-        watch(lambda: [("127.0.0.1", port) for port in ports], every, once, output)
+    with _admins(kubectl, name) as places:
+        watch(lambda: places, every, once, output)
 
 
 @main.command()
@@ -232,13 +238,9 @@ def requests(kubectl: Kubectl, name: str, request_id: str | None, last: int, out
     from pd_cli.requests import show
     from pd_cli.top import NothingToSee
 
-    with ExitStack() as stack:
-        ports = [
-            stack.enter_context(kubectl.forwarded(pod, _ADMIN_PORT))
-            for pod in _routers(kubectl, name)
-        ]
+    with _admins(kubectl, name) as places:
         try:
-            show([("127.0.0.1", port) for port in ports], request_id, last, output)
+            show(places, request_id, last, output)
         except NothingToSee as error:
             raise click.ClickException(str(error)) from None
 

@@ -49,6 +49,10 @@ _STREAMS_CLOSE_S = 2.0
 _TELL_S = 1.0
 _FLUSH_S = 5.0  # within the margin that a pod's grace period has beyond the drain
 _ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE, "both": pb.ROLE_BOTH}
+_STORES = {
+    "host": "engine.retention.hostMemory (--kv-host-bytes)",
+    "disk": "engine.retention.disk (--kv-disk-bytes)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +109,6 @@ def load(settings: Settings, progress: Progress = unheard) -> Loaded:
     guides, stores = _guides(bundle, runner), _stores(settings, runner.layout)
     pool = shared[0] if shared else None
     return Loaded(runner, pool, bundle, guides, stores, certificates, tokens)
-
-
-_STORES = {
-    "host": "engine.retention.hostMemory (--kv-host-bytes)",
-    "disk": "engine.retention.disk (--kv-disk-bytes)",
-}
 
 
 def _drafter(runner: Runner) -> Callable[[list[int]], Drafter]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster import PDCLUSTER, port_taken
+from tests.cluster import pdcluster, port_taken
 from tests.ports import free_port
 
 DEADLINE_S = 180
@@ -22,15 +22,8 @@ def test_quickstart(root: Path, tmp_path: Path):
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     example = root / "examples" / "quickstart.yaml"
     shm = set(os.listdir("/dev/shm"))
-    done = subprocess.run(
-        [*PDCLUSTER, "quickstart", "-f", str(example), "--port", str(port)],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    command = ["quickstart", "-f", str(example), "--port", str(port)]
+    done = pdcluster(*command, env=env, timeout_s=DEADLINE_S)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert f"ready: http://127.0.0.1:{port}/v1" in said

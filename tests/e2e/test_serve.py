@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from tests.cluster import PDCLUSTER, port_taken, said_until_ready
+from tests.cluster import PDCLUSTER, pdcluster, port_taken, said_until_ready
 from tests.e2e.test_quickstart import processes_with
 from tests.ports import free_port
 from tests.reference import Reference
@@ -77,16 +77,9 @@ def test_a_model_that_is_refused_ends_it(
         for file in model.iterdir():
             target = last if file.name == "model.safetensors" else file.name
             (tmp_path / name / target).symlink_to(file)
-    done = subprocess.run(
-        [*PDCLUSTER, "serve", "served", "--port", "0", *flags],
-        env={**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    command = ["serve", "served", "--port", "0", *flags]
+    done = pdcluster(*command, env=env, timeout_s=DEADLINE_S, cwd=tmp_path)
     said = done.stdout + done.stderr
     assert done.returncode == 2, said
     assert said.count(why) == 1, said

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pd_core.failures import Failure
+from pd_core.failures import Failure, FailureKind
 from pd_core.kv import KvLayout
 from pd_engine.kv.memory import KvMemory
 from pd_engine.kv.plane import ExportStats, ImportStats, KvPlane, KvSettings
@@ -293,6 +293,18 @@ async def hand_over(t: Transfer, prefill: Worker, decode: Worker, transport: str
     assert (await prefill.told.wait("done", t.key))[2] is True
     t.check_bytes(prefill, decode)
     return str(stats.transport)
+
+
+async def check_mismatch(
+    t: Transfer, prefill: Worker, decode: Worker, named: tuple[str, str]
+) -> None:
+    """The layouts don't go together: prefill hears it with both named, decode nothing."""
+    t.open(prefill, decode)
+    t.seal(prefill)
+    failure = (await prefill.told.wait("export_failed", t.key))[2]
+    assert failure.kind == FailureKind.LAYOUT_MISMATCH
+    assert all(words in failure.message for words in named)
+    assert decode.told.names(t.key) == []
 
 
 async def check_flipped_bit(t: Transfer, prefill: Worker, decode: Worker) -> None:

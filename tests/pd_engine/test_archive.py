@@ -77,6 +77,21 @@ class Keeper(Engine):
         return value or 0.0
 
 
+def held_reads(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """From now on KV is read back only once the second event is set; the first says that
+    somebody waits for it."""
+    reading, go_on = threading.Event(), threading.Event()
+    real = Archive._read
+
+    def held(self: Archive, *arguments: Any) -> Any:
+        reading.set()
+        assert go_on.wait(30)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Archive, "_read", held)
+    return reading, go_on
+
+
 @contextlib.asynccontextmanager
 async def keeper(
     folder: Path | None = None,
@@ -291,19 +306,11 @@ def test_tenants_do_not_find_each_others() -> None:
 def test_a_request_that_is_cancelled_while_its_kv_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reading, go_on = threading.Event(), threading.Event()
-    real = Archive._read
-
-    def held(self: Archive, *arguments: Any) -> Any:
-        reading.set()
-        assert go_on.wait(30)
-        return real(self, *arguments)
-
     async def scenario() -> None:
         async with keeper() as one:
             await one.ask(1, PROMPT)
             await one.rest()
-            monkeypatch.setattr(Archive, "_read", held)
+            reading, go_on = held_reads(monkeypatch)
             one.send(generate=generate(2, PROMPT, prefill_here=True))
             await one.until(reading.is_set)
             one.scheduler.check()

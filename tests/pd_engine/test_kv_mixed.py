@@ -338,13 +338,8 @@ def test_what_can_not_be_converted_is_refused_with_both_named(
             made, made, layout=p, decode_layout=d, shared=shared, epoch=epoch
         ) as (prefill, decode):
             t = mixed(1, 41, p, d)
-            t.open(prefill, decode)
-            t.seal(prefill)
-            failure = (await prefill.told.wait("export_failed", t.key))[2]
-            assert failure.kind == FailureKind.LAYOUT_MISMATCH
-            assert f"prefill has KV of {p.describe()}" in failure.message
-            assert f"decode has {d.describe()}" in failure.message
-            assert decode.told.names(t.key) == []
+            named = f"prefill has KV of {p.describe()}", f"decode has {d.describe()}"
+            await kv_rig.check_mismatch(t, prefill, decode, named)
             decode.plane.cancel_import(t.key)
             await decode.told.wait("released", t.key)
             assert not any(decode.pool)

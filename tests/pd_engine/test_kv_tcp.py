@@ -22,6 +22,7 @@ from tests.pd_engine.kv_rig import (
     LAYOUT,
     WAIT_S,
     Recorder,
+    check_mismatch,
     first_tokens,
     pair,
     target,
@@ -152,13 +153,8 @@ def test_a_layout_that_does_not_match_is_refused_with_both_named(loop_run: Run) 
         async with pair() as (prefill, _):
             decode = await worker("decode-2", layout=other)
             t = transfer(1, 10)
-            t.open(prefill, decode)
-            t.seal(prefill)
-            failure = (await prefill.told.wait("export_failed", t.key))[2]
-            assert failure.kind == FailureKind.LAYOUT_MISMATCH
-            assert f"prefill has KV of {LAYOUT.describe()}" in failure.message
-            assert f"decode-2 has {other.describe()}" in failure.message
-            assert decode.told.names(t.key) == []
+            named = f"prefill has KV of {LAYOUT.describe()}", f"decode-2 has {other.describe()}"
+            await check_mismatch(t, prefill, decode, named)
             assert decode.plane.open_imports == 1
             await decode.plane.close()
             assert decode.told.names(t.key) == ["released"]

@@ -6,7 +6,6 @@ what came quantized isn't given on.
 """
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,12 +14,12 @@ import pytest
 
 from pd_core.failures import FailureKind
 from pd_core.kv import prefix_hashes
-from pd_engine.archive import Archive, Stores
+from pd_engine.archive import Stores
 from pd_engine.kv.slots import HostSlots
 from pd_proto.v1 import engine_pb2 as pb
 from tests.pd_engine.core_rig import DEADLINE_S, Engine, generate, hand_over, pair, prefill
 from tests.pd_engine.fake_runner import LAYOUT, reference
-from tests.pd_engine.test_archive import NOTHING_IDLE, SLOW_PREFILL, Keeper
+from tests.pd_engine.test_archive import NOTHING_IDLE, SLOW_PREFILL, Keeper, held_reads
 
 PROMPT = list(range(7, 47))
 NEXT = [*PROMPT, *range(100, 107)]
@@ -65,6 +64,13 @@ async def only_at_decode(prefill: Engine, decode: Engine) -> None:
     await hand_over(prefill, decode, generate(1, PROMPT))
     await decode.until(lambda: not decode.scheduler.busy)
     forget(prefill)
+
+
+async def asked_for(target: Engine, handle: int) -> tuple[pb.Pull, pb.Granted]:
+    """A copy of the prompt: what it was asked for with, and that there's room for it."""
+    asked = pull(handle, PROMPT)
+    target.send(pull=asked)
+    return asked, await target.event("granted", handle)
 
 
 async def all_idle(*engines: Engine) -> None:
@@ -166,9 +172,8 @@ def test_what_is_kept_beyond_the_pool_is_given_too() -> None:
 def test_kv_that_comes_quantized_while_a_copy_is_read_back_ends_the_copy() -> None:
     async def run() -> None:
         async with beyond_the_pool() as (p, d):
-            p.send(pull=pull(2, PROMPT))
-            granted = await p.event("granted", 2)
-            d.send(share=share(pull(2, PROMPT), granted, "epoch-prefill"))
+            asked, granted = await asked_for(p, 2)
+            d.send(share=share(asked, granted, "epoch-prefill"))
             assert d.core.sharing.busy, "it's being read back"
             d.core.sharing.exact = False
             assert "quantized" in (await d.event_of_failure(2)).message
@@ -254,9 +259,7 @@ def test_a_drain_waits_for_copies_that_come() -> None:
     async def run() -> None:
         async with pair() as (p, d):
             await only_at_decode(p, d)
-            asked = pull(2, PROMPT)
-            p.send(pull=asked)
-            granted = await p.event("granted", 2)
+            asked, granted = await asked_for(p, 2)
             draining = asyncio.create_task(p.core.drain(DEADLINE_S))
             await p.until(lambda: p.core.draining)
             d.send(share=share(asked, granted, "epoch-prefill"))
@@ -270,20 +273,11 @@ def test_a_drain_waits_for_copies_that_come() -> None:
 
 def test_a_drain_waits_for_copies_that_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what is asked for must be read back first."""
-    reading, go_on = threading.Event(), threading.Event()
-    real = Archive._read
-
-    def held(self: Archive, *arguments: Any) -> Any:
-        reading.set()
-        assert go_on.wait(30)
-        return real(self, *arguments)
 
     async def run() -> None:
         async with beyond_the_pool() as (p, d):
-            monkeypatch.setattr(Archive, "_read", held)
-            asked = pull(2, PROMPT)
-            p.send(pull=asked)
-            granted = await p.event("granted", 2)
+            reading, go_on = held_reads(monkeypatch)
+            asked, granted = await asked_for(p, 2)
             d.send(share=share(asked, granted, "epoch-prefill"))
             await d.until(reading.is_set)
             draining = asyncio.create_task(d.core.drain(DEADLINE_S))
@@ -303,9 +297,7 @@ def test_copies_that_outlast_the_drain_end_in_words() -> None:
     async def run() -> None:
         async with pair() as (p, d):
             await only_at_decode(p, d)
-            asked = pull(2, PROMPT)
-            p.send(pull=asked)
-            granted = await p.event("granted", 2)
+            asked, granted = await asked_for(p, 2)
             assert not await p.core.drain(0.1)
             assert (await p.event_of_failure(2)).kind == FailureKind.DRAINING
             await all_idle(p)
@@ -320,15 +312,13 @@ def test_cancelled_at_either_end() -> None:
     async def run() -> None:
         async with pair() as (p, d):
             await only_at_decode(p, d)
-            p.send(pull=pull(2, PROMPT))
-            granted = await p.event("granted", 2)
+            asked, granted = await asked_for(p, 2)
             p.send(cancel=pb.Cancel(handle=2))
             await all_idle(p)
-            d.send(share=share(pull(2, PROMPT), granted, "epoch-prefill"))
+            d.send(share=share(asked, granted, "epoch-prefill"))
             assert (await d.event_of_failure(2)).kind == FailureKind.TRANSFER_FAILED
-            p.send(pull=pull(3, PROMPT))
-            granted = await p.event("granted", 3)
-            d.send(share=share(pull(3, PROMPT), granted, "epoch-prefill"))
+            asked, granted = await asked_for(p, 3)
+            d.send(share=share(asked, granted, "epoch-prefill"))
             d.send(cancel=pb.Cancel(handle=3))
             await d.until(lambda: not d.core.sharing.busy)
             p.send(cancel=pb.Cancel(handle=3))
@@ -354,9 +344,8 @@ def test_a_stranger_in_the_holders_place() -> None:
     async def run() -> None:
         async with pair() as (p, d):
             await only_at_decode(p, d)
-            p.send(pull=pull(2, PROMPT))
-            granted = await p.event("granted", 2)
-            d.send(share=share(pull(2, PROMPT), granted, "its predecessor"))
+            asked, granted = await asked_for(p, 2)
+            d.send(share=share(asked, granted, "its predecessor"))
             await d.event_of_failure(2)
             p.send(cancel=pb.Cancel(handle=2))
             await all_idle(p, d)

@@ -27,6 +27,15 @@ async def texts(events: AsyncIterator[tuple[float, str]], count: int) -> list[st
     return [json.loads((await anext(events))[1])["choices"][0]["text"] for _ in range(count)]
 
 
+async def begun(token: int, r: Rig, **fields: Any) -> tuple[Any, client.Response, Any]:
+    """A stream whose first token is out: its generation, the response, its events."""
+    asking = asyncio.create_task(ask(r, **fields))
+    generation = await r.sessions.generation()
+    generation.emit(token)
+    response = await asking
+    return generation, response, response.events()
+
+
 PLAIN: list[dict[str, Any]] = [
     {},
     {"stream_options": {"include_usage": True}},
@@ -49,12 +58,8 @@ def test_a_step_of_three_tokens(fields: dict[str, Any], events_a_step: int) -> N
 
     async def scenario() -> None:
         async with rig() as r:
-            asking = asyncio.create_task(ask(r, **fields))
-            generation = await r.sessions.generation()
             a, b, c = r.tokens("abc")
-            generation.emit(a)
-            response = await asking
-            events = response.events()
+            generation, response, events = await begun(a, r, **fields)
             assert await texts(events, 1) == ["a"]
             for token in (a, b, c):
                 generation.emit(token)
@@ -104,12 +109,8 @@ def test_an_answers_end_takes_along_what_waits(monkeypatch: pytest.MonkeyPatch) 
 
     async def scenario() -> None:
         async with rig() as r:
-            asking = asyncio.create_task(ask(r))
-            generation = await r.sessions.generation()
             a, b, c = r.tokens("abc")
-            generation.emit(a)
-            response = await asking
-            events = response.events()
+            generation, response, events = await begun(a, r)
             assert await texts(events, 1) == ["a"]
             generation.emit(b)
             assert await texts(events, 1) == ["b"]  # nothing went before it: no rest

@@ -50,6 +50,15 @@ def trip(r: Rig, worker: FakeWorker) -> None:
     assert breaker(r, worker.name) == "open"
 
 
+async def fails_until_open(r: Rig, bad: FakeWorker) -> Prompts:
+    """It fails each prompt, until nothing new goes there; prompts for later."""
+    prompt = Prompts()
+    bad.fail("prefill", FailureKind.STEP_FAILED, times=MANY)
+    while breaker(r, bad.name) == "closed":
+        await r.complete(prompt=prompt())
+    return prompt
+
+
 def test_a_prefill_worker_gets_one_request_of_a_burst(run: Run) -> None:
     """Its probe counts as soon as it's chosen: decode has yet to grant."""
 
@@ -57,10 +66,7 @@ def test_a_prefill_worker_gets_one_request_of_a_burst(run: Run) -> None:
         async with rig(walk=QUICK) as r:
             bad, good = [await r.add("prefill", f"p-{i}") for i in range(2)]
             decode = await r.add("decode", "d-0", kv_blocks=10_000)
-            prompt = Prompts()
-            bad.fail("prefill", FailureKind.STEP_FAILED, times=MANY)
-            while breaker(r, "p-0") == "closed":
-                await r.complete(prompt=prompt())
+            prompt = await fails_until_open(r, bad)
             bad.fail_next.clear()
             tried, seen = len(bad.seen.prefills), len(decode.seen.generates)
             grants, computes = decode.gate("grant"), bad.gate("prefill")
@@ -90,10 +96,7 @@ def test_a_probe_that_is_given_up_before_it_was_sent_leaves_its_place(run: Run) 
         async with rig(walk=QUICK) as r:
             bad, _ = [await r.add("prefill", f"p-{i}") for i in range(2)]
             decode = await r.add("decode", "d-0", kv_blocks=10_000)
-            prompt = Prompts()
-            bad.fail("prefill", FailureKind.STEP_FAILED, times=MANY)
-            while breaker(r, "p-0") == "closed":
-                await r.complete(prompt=prompt())
+            prompt = await fails_until_open(r, bad)
             grants = decode.gate("grant")
             await until(lambda: r.usable(bad), "it may be probed")
             asked = [r.start(prompt=prompt()) for _ in range(BURST)]

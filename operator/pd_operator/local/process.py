@@ -98,11 +98,11 @@ class Process:
         hurried = asyncio.create_task(hurry.wait())
         try:
             waits = {asyncio.ensure_future(self.wait()), hurried}
-            for timeout_s in (grace_s - last_words_s, last_words_s):
-                await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if hurry.is_set() or not self.running:
-                    break
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(waits, timeout=grace_s - last_words_s, return_when=first)
+            if last_words_s and self.running and not hurry.is_set():
                 self.terminate()
+                await asyncio.wait(waits, timeout=last_words_s, return_when=first)
         finally:
             hurried.cancel()
         self.kill()
